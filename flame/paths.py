@@ -1,0 +1,23 @@
+"""Where the files that ship with flame are: a checkout keeps them beside the package, a wheel inside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PACKAGE_ROOT = Path(__file__).resolve().parent
+
+
+def find_resource(name: str | Path) -> Path:
+    """Resolve a path that may name a shipped file, such as ``configs/debug.toml``.
+
+    The working directory wins, so that a user's own file is never shadowed; then the checkout that holds this
+    package; then the copy inside an installed wheel. A name found nowhere comes back unchanged, for the caller to
+    report as the user wrote it.
+    """
+    path = Path(name).expanduser()
+    if path.is_absolute() or path.exists():
+        return path
+    for root in (PACKAGE_ROOT.parent, PACKAGE_ROOT / "shipped"):
+        if (root / path).exists():
+            return root / path
+    return path
