@@ -1,0 +1,418 @@
+"""The typed job config: one dataclass per section, one docstring under each field, which is also its help text.
+
+A config is plain data. ``flame.cli`` fills it from the command line and a TOML file, ``flame.validate`` checks it,
+and the rest of flame only reads it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flame.options import option
+
+LEAVE_OFF = "leave it out"
+
+
+@dataclass
+class Job:
+    """The run: its folder and its name"""
+
+    config_file: str = option("")
+    """TOML file to read options from; the command line goes before it. Files that ship with flame
+    (configs/debug.toml, flame/models/fla.toml) are found from any folder."""
+    dump_folder: str = option("exp")
+    """Run folder: everything that the run writes goes here."""
+    description: str = option("")
+    """Free text about the run, kept in its config.toml and shown at start."""
+    print_args: bool = option(False)
+    """Print the resolved options at start."""
+    use_for_integration_test: bool = option(False)
+    """Mark the job file as one that the project's own tests run."""
+    sample_prompt: str = option("")
+    """After the run, reload the exported model and print its continuation of this text. Empty: no sample."""
+    sample_tokens: int = option(48, minimum=1)
+    """Tokens to generate for job.sample_prompt."""
+
+
+@dataclass
+class Model:
+    """The architecture, the tokenizer and what computes it"""
+
+    name: str = option("fla", choices=("fla",))
+    """Kind of model; fla stands for every Hugging Face causal LM, FLA's families among them."""
+    config: str = option("")
+    """Model config: a *.json file, a folder with a config.json, or a hub id."""
+    tokenizer_path: str = option("")
+    """Tokenizer folder or hub id. Empty: the one beside model.config, when that is a folder or a hub id."""
+    norm_type: str = option("", choices=("", "layernorm", "np_layernorm", "rmsnorm", "fused_rmsnorm"))
+    """Kind of normalisation layer. Empty: as the model config says. A family that has no such choice refuses it."""
+    converters: list[str] = option([], choices=("float8",), not_yet=LEAVE_OFF)
+    """Changes made to the built model before training, in order."""
+    print_after_conversion: bool = option(False)
+    """Print the model once it is built and converted."""
+    backend: str = option("auto", choices=("auto", "triton", "reference"))
+    """Operators of the FLA layers: Triton kernels, or flame's plain PyTorch ones. auto: triton on a GPU, else
+    reference."""
+    attention_backend: str = option("auto", choices=("auto", "varlen", "sdpa", "flex", "flash"))
+    """What computes softmax attention. auto: the fastest that is installed and right for the device."""
+    trust_remote_code: bool = option(False)
+    """Allow Python code that comes with a hub model, tokenizer or dataset to run on this machine."""
+    custom_models: list[str] = option([], not_yet="register the model in a Python package that transformers can import")
+    """Packages with a user's own architectures, imported before the model config is read."""
+
+
+@dataclass
+class Profiling:
+    """Traces and memory snapshots"""
+
+    enable_profiling: bool = option(False)
+    """Write profiler traces."""
+    save_traces_folder: str = option("profile_traces")
+    """Folder for the traces, inside the run folder."""
+    profile_freq: int = option(10, minimum=1)
+    """Steps from one trace to the next."""
+    enable_memory_snapshot: bool = option(False)
+    """Write snapshots of the GPU's allocated memory."""
+    save_memory_snapshot_folder: str = option("memory_snapshot")
+    """Folder for the snapshots, inside the run folder."""
+
+
+@dataclass
+class Optimizer:
+    """The optimizer"""
+
+    name: str = option("AdamW", choices=("AdamW", "Adam", "SGD"))
+    """Optimizer."""
+    lr: float = option(8e-4, minimum=0, below=float("inf"))
+    """Highest learning rate, reached at the end of warm-up."""
+    beta1: float = option(0.9, minimum=0, below=1)
+    """Decay of the gradient's running mean (Adam, AdamW)."""
+    beta2: float = option(0.95, minimum=0, below=1)
+    """Decay of the squared gradient's running mean (Adam, AdamW)."""
+    eps: float = option(1e-8, above=0, below=float("inf"))
+    """Added to the root of the second moment (Adam, AdamW)."""
+    weight_decay: float = option(0.1, minimum=0, below=float("inf"))
+    """Weight decay of matrices; norms, biases and parameters marked `_no_weight_decay` have none."""
+    implementation: str = option("fused", choices=("for-loop", "foreach", "fused"))
+    """How the update is computed: parameter by parameter, in multi-tensor operations, or in one kernel."""
+    early_step_in_backward: bool = option(False, not_yet=LEAVE_OFF)
+    """Update each parameter as soon as its gradient is there, in the backward pass."""
+
+
+@dataclass
+class LRScheduler:
+    """The learning rate over the run"""
+
+    warmup_steps: int = option(200, minimum=0)
+    """Steps over which the learning rate rises to optimizer.lr. Unset: 200, or training.steps when that is less."""
+    decay_ratio: float | None = option(None, minimum=0, maximum=1)
+    """Share of training.steps over which it decays, at the run's end; between warm-up and decay it is constant.
+    Unset: it decays over all steps after warm-up. 0: it stays constant after warm-up."""
+    decay_type: str = option("linear", choices=("linear", "sqrt", "cosine", "wsd"))
+    """Shape of the decay. wsd is linear with a decay_ratio, 0.1 when none is given."""
+    lr_min: float = option(0.0, minimum=0, maximum=1)
+    """Learning rate at the last step, as a ratio of optimizer.lr."""
+
+
+@dataclass
+class Training:
+    """Data, batch, length of the run, precision and parallel layout"""
+
+    batch_size: int = option(0, minimum=0)
+    """Packed sequences per device and micro-batch. 0: 8, or 1 with training.varlen (more joins the sequences into one
+    row of batch_size * seq_len tokens)."""
+    seq_len: int = option(2048, minimum=1)
+    """Tokens of a packed sequence."""
+    context_len: int = option(2048, minimum=1)
+    """Longest piece of a document, in tokens; the rest of a longer one goes on in the next piece. At most seq_len.
+    Unset: 2048, or training.seq_len when that is less."""
+    varlen: bool = option(False)
+    """Keep the documents of a packed sequence apart: none sees another one's tokens or state."""
+    gradient_accumulation_steps: int = option(1, minimum=1)
+    """Micro-batches per step and device."""
+    steps: int = option(10000, minimum=1)
+    """Training steps of the whole run, those before a resume included."""
+    max_norm: float = option(1.0, above=0)
+    """The gradient is scaled down to this norm when it is larger; inf leaves it as it is."""
+    skip_nan_inf: bool = option(False)
+    """Leave out the update of a step whose gradient is not finite."""
+    max_consecutive_skips: int = option(100, minimum=1)
+    """Steps left out in a row by skip_nan_inf after which the run stops."""
+    dataset: list[str] = option([])
+    """Training data: a hub name, a folder or file (parquet, jsonl, json, csv, txt, arrow), a save_to_disk folder, or
+    builtin:stdlib, the text of Python's own library. Comma-separated for several."""
+    dataset_name: list[str] = option([])
+    """Name of the dataset's config, one for each dataset."""
+    dataset_split: list[str] = option(["train"])
+    """Split to train on, one for each dataset, or one for all."""
+    data_dir: list[str] = option([])
+    """Folder inside the dataset to read, one for each dataset."""
+    data_files: list[str] = option([])
+    """Files or globs inside the dataset to read; with several datasets, one for each."""
+    data_probs: list[float] = option([], minimum=0, maximum=1)
+    """Share of the documents that comes from each dataset; the shares sum to 1."""
+    streaming: bool = option(False, not_yet="leave it out: the dataset is then prepared once, on disk")
+    """Read the dataset while it downloads instead of preparing it on disk first."""
+    text_column: str = option("")
+    """Column that holds the text. Empty: text, else content."""
+    add_bos: str = option("auto", choices=("auto", "true", "false"))
+    """Begin each document with the BOS token. auto: when the tokenizer itself does."""
+    add_eos: str = option("auto", choices=("auto", "true", "false"))
+    """End each document with the EOS token. auto: when the tokenizer itself does, or adds neither BOS nor EOS."""
+    shuffle: str = option("global", choices=("global", "block", "none"), refused={"block": "use global"})
+    """Order of the documents in an epoch: a new random one, or the one in which they are stored."""
+    max_epochs: int = option(0, minimum=0)
+    """End the run after so many passes over the data. 0: repeat it until training.steps."""
+    on_bad_row: str = option("error", choices=("error", "skip"))
+    """What to do with a row without text: stop and name it, or leave it out and count it."""
+    num_streams: int = option(960, minimum=1)
+    """Streams that the documents are dealt to. The number of data-parallel ranks must divide it; it is part of the
+    data order, so it may not change between a run and its resume."""
+    ignore_data_fingerprint: bool = option(False)
+    """Resume although the data is not what the checkpoint was trained on."""
+    log_data_hash: bool = option(False)
+    """Log a hash of each step's tokens, to compare the data of two runs."""
+    num_workers: int = option(2, minimum=0)
+    """Processes per rank that tokenize and pack. 0: the training process does it."""
+    prefetch_factor: int = option(2, minimum=1)
+    """Batches that each worker prepares ahead."""
+    pin_memory: bool = option(False)
+    """Put batches into page-locked memory, from which the copy to a GPU is faster."""
+    persistent_workers: bool = option(False)
+    """Keep the workers alive from one pass over the data to the next."""
+    data_parallel_replicate_degree: int = option(1, minimum=1, not_yet="set it to 1")
+    """Copies of the model, each sharded over data_parallel_shard_degree devices."""
+    data_parallel_shard_degree: int = option(-1, minimum=-1)
+    """Devices that the parameters are sharded over (FSDP). -1: all that the other degrees leave."""
+    enable_cpu_offload: bool = option(False, not_yet=LEAVE_OFF)
+    """Keep parameters, gradients and optimizer state in the host's memory."""
+    tensor_parallel_degree: int = option(1, minimum=1, not_yet="set it to 1")
+    """Devices that each matrix is split over."""
+    disable_loss_parallel: bool = option(False, not_yet=LEAVE_OFF)
+    """With tensor parallelism, compute the loss on whole logits instead of split ones."""
+    fsdp_reshard_after_forward: str = option("default", choices=("default", "always", "never"))
+    """Free a block's gathered parameters after its forward pass: always (less memory), never (less communication).
+    default: always, except with pipeline parallelism."""
+    mixed_precision_param: str = option("auto", choices=("auto", "bfloat16", "float32"))
+    """Data type of the computation; master weights are float32. auto: bfloat16, and float32 on a CPU without
+    bfloat16 matrix instructions, where bfloat16 is several times slower."""
+    mixed_precision_reduce: str = option("float32", choices=("float32",))
+    """Data type in which gradients are summed over devices."""
+    compile: bool = option(False, not_yet=LEAVE_OFF)
+    """Compile the model's blocks with torch.compile."""
+    gc_freq: int = option(50, minimum=1)
+    """Steps from one run of Python's garbage collector to the next."""
+    seed: int = option(42, minimum=0)
+    """Seed of the initial weights and the data order."""
+    deterministic: bool = option(False)
+    """Use only deterministic operations: slower, and equal runs give equal bits."""
+
+
+@dataclass
+class Metrics:
+    """What is logged, and where"""
+
+    log_freq: int = option(10, minimum=1)
+    """Steps from one logged step to the next."""
+    enable_tensorboard: bool = option(False)
+    """Log to TensorBoard."""
+    save_tb_folder: str = option("tb")
+    """Folder for TensorBoard, inside the run folder."""
+    save_for_all_ranks: bool = option(False)
+    """Log to TensorBoard and W&B from every rank instead of rank 0 alone."""
+    disable_color_printing: bool = option(False)
+    """Print the console lines without colour."""
+    enable_wandb: bool = option(False)
+    """Log to Weights & Biases; the WANDB_* environment variables choose project, name and mode."""
+
+
+@dataclass
+class Experimental:
+    """Pipeline, context and asynchronous tensor parallelism, custom models"""
+
+    enable_async_tensor_parallel: bool = option(False, not_yet=LEAVE_OFF)
+    """Overlap tensor-parallel communication with computation."""
+    pipeline_parallel_degree: int = option(1, minimum=1, not_yet="set it to 1")
+    """Devices that the blocks are spread over, one after the other."""
+    pipeline_parallel_split_points: list[str] = option([], not_yet=LEAVE_OFF)
+    """Modules at which a new pipeline stage begins, such as layers.4,layers.8."""
+    pipeline_parallel_schedule: str = option("1F1B", not_yet=LEAVE_OFF)
+    """Pipeline schedule, by its name in torch.distributed.pipelining."""
+    pipeline_parallel_schedule_csv: str = option("", not_yet=LEAVE_OFF)
+    """CSV file with a pipeline schedule of one's own."""
+    pipeline_parallel_microbatches: int | None = option(None, minimum=1, not_yet=LEAVE_OFF)
+    """Micro-batches that a batch is cut into for the pipeline. Unset: the number of stages."""
+    enable_compiled_autograd: bool = option(False, not_yet=LEAVE_OFF)
+    """Compile the backward pass with compiled autograd."""
+    context_parallel_degree: int = option(1, minimum=1, not_yet="set it to 1")
+    """Devices that each sequence is split over."""
+    context_parallel_rotate_method: str = option(
+        "allgather", choices=("allgather", "alltoall"), not_yet=LEAVE_OFF
+    )
+    """How softmax layers exchange keys and values under context parallelism."""
+    custom_model_path: str = option("", not_yet=LEAVE_OFF)
+    """Folder of a package with a user's own architecture."""
+
+
+@dataclass
+class Checkpoint:
+    """Saving, resuming, starting from other weights, exporting"""
+
+    enable_checkpoint: bool = option(True)
+    """Save checkpoints, and resume from those in the run folder."""
+    folder: str = option("checkpoint")
+    """Folder for the checkpoints, inside the run folder."""
+    interval_type: str = option("steps", choices=("steps", "step", "seconds"))
+    """Unit of checkpoint.interval."""
+    interval: int = option(500, minimum=1)
+    """Steps or seconds from one checkpoint to the next; the last step is always saved."""
+    last_save_model_weights_only: bool = option(False)
+    """Save only the weights, in export_dtype, at the last step. Such a run cannot be resumed from there."""
+    export_dtype: str = option("float32", choices=("float32", "float16", "bfloat16"))
+    """Data type of the exported model and of a checkpoint with weights only."""
+    export_hf: bool = option(True)
+    """Write the model in Hugging Face format to the run folder when the run ends."""
+    create_seed_checkpoint: bool = option(False)
+    """Save the initial weights as step 0, and stop. Takes one process (NGPU=1)."""
+    async_mode: str = option(
+        "disabled", choices=("disabled", "async", "async_with_pinned_mem"), not_yet="set it to disabled"
+    )
+    """Write checkpoints while training goes on."""
+    keep_latest_k: int = option(0, minimum=0)
+    """Checkpoints to keep; older ones are removed. 0: all."""
+    load_step: int = option(-1, minimum=-1)
+    """Step to resume from. -1: the newest complete checkpoint, or the start when there is none."""
+    initial_load_path: str = option("")
+    """Start a new run from these weights: a Hugging Face folder, or a checkpoint (step-N) of another run."""
+    initial_load_model_weights_only: bool = option(True)
+    """From initial_load_path take the weights alone; off: the optimizer's state and the step too."""
+    exclude_from_loading: list[str] = option([])
+    """Parts of a checkpoint to leave as they are when loading, such as optimizer, lr_scheduler, dataloader."""
+    preempt_timeout_seconds: int = option(30, minimum=1)
+    """On SIGTERM or SIGUSR1, the time there is to save before the process is killed."""
+    verify: str = option("size", choices=("size", "full"))
+    """Check of a checkpoint before it is loaded: the size of each file, or its whole content."""
+
+
+@dataclass
+class Float8:
+    """Matrix products in 8 bits"""
+
+    enable_fsdp_float8_all_gather: bool = option(False, not_yet=LEAVE_OFF)
+    """Gather sharded parameters in float8."""
+    precompute_float8_dynamic_scale_for_fsdp: bool = option(False, not_yet=LEAVE_OFF)
+    """Compute the scales of all parameters in one go after each step."""
+    force_recompute_fp8_weight_in_bwd: bool = option(False, not_yet=LEAVE_OFF)
+    """Cast the weights to float8 again in the backward pass instead of keeping them."""
+    recipe_name: str = option("", choices=("", "tensorwise", "rowwise", "rowwise_with_gw_hp"), not_yet=LEAVE_OFF)
+    """torchao's Float8 recipe."""
+    scaling_type_input: str = option(
+        "dynamic", choices=("dynamic",), refused={"delayed": "torchao dropped delayed scaling: use dynamic"}
+    )
+    """Scaling of the inputs."""
+    scaling_type_weight: str = option(
+        "dynamic", choices=("dynamic",), refused={"delayed": "torchao dropped delayed scaling: use dynamic"}
+    )
+    """Scaling of the weights."""
+    scaling_type_grad_output: str = option(
+        "dynamic", choices=("dynamic",), refused={"delayed": "torchao dropped delayed scaling: use dynamic"}
+    )
+    """Scaling of the output's gradients."""
+
+
+@dataclass
+class ActivationCheckpoint:
+    """Recomputing activations in the backward pass"""
+
+    mode: str = option("none", choices=("none", "selective", "full"), not_yet="set it to none")
+    """Which activations are recomputed instead of kept."""
+    selective_ac_option: str = option("2", not_yet=LEAVE_OFF)
+    """With mode selective: op (the cheap operators of every block), or n for every n-th block."""
+
+
+@dataclass
+class ActivationOffload:
+    """Activations in the host's memory"""
+
+    mode: str = option("none", choices=("none",))
+    """Which activations are moved to the host's memory until the backward pass. This version has none."""
+
+
+@dataclass
+class Comm:
+    """Communication between the ranks"""
+
+    init_timeout_seconds: int = option(300, minimum=1)
+    """Longest wait for another rank during set-up and the first step."""
+    train_timeout_seconds: int = option(100, minimum=1)
+    """Longest wait for another rank after the first step."""
+    trace_buf_size: int = option(20000, minimum=0)
+    """Events that the flight recorder keeps for a hang's report. 0: none."""
+
+
+@dataclass
+class MemoryEstimation:
+    """Estimating memory without training"""
+
+    enabled: bool = option(False, not_yet=LEAVE_OFF)
+    """Estimate the memory that the job needs, and stop."""
+    disable_fake_mode: bool = option(False, not_yet=LEAVE_OFF)
+    """Estimate with real tensors instead of fake ones."""
+
+
+@dataclass
+class FaultTolerance:
+    """Replica groups that survive each other's loss"""
+
+    enable: bool = option(False, not_yet="resume from the last checkpoint instead")
+    """Go on training when a replica group is lost (torchft)."""
+    replica_id: int = option(0, minimum=0, not_yet=LEAVE_OFF)
+    """This replica group's number."""
+    group_size: int = option(0, minimum=0, not_yet=LEAVE_OFF)
+    """Number of replica groups."""
+    min_replica_size: int = option(0, minimum=0, not_yet=LEAVE_OFF)
+    """Fewest replica groups to go on with."""
+
+
+@dataclass
+class JobConfig:
+    """A whole job: one attribute per section, named as on the command line and in TOML."""
+
+    job: Job = field(default_factory=Job)
+    model: Model = field(default_factory=Model)
+    profiling: Profiling = field(default_factory=Profiling)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    training: Training = field(default_factory=Training)
+    metrics: Metrics = field(default_factory=Metrics)
+    experimental: Experimental = field(default_factory=Experimental)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    float8: Float8 = field(default_factory=Float8)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    activation_offload: ActivationOffload = field(default_factory=ActivationOffload)
+    comm: Comm = field(default_factory=Comm)
+    memory_estimation: MemoryEstimation = field(default_factory=MemoryEstimation)
+    fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
+    given: dict[str, str] = field(default_factory=dict, compare=False)
+    """What the user set: ``section.name`` to the way it was written, a flag or a place in a TOML file."""
+
+
+def resolve_defaults(config: JobConfig) -> None:
+    """Replace, in place, the values that stand for "as the other options say" by what they come to.
+
+    Data type choices that depend on the hardware stay ``auto``.
+    """
+    training, scheduler = config.training, config.lr_scheduler
+    if training.batch_size == 0:
+        training.batch_size = 1 if training.varlen else 8
+    if "training.context_len" not in config.given:
+        training.context_len = min(training.context_len, training.seq_len)
+    if "lr_scheduler.warmup_steps" not in config.given:
+        scheduler.warmup_steps = min(scheduler.warmup_steps, training.steps)
+    if scheduler.decay_type == "wsd":
+        scheduler.decay_type = "linear"
+        scheduler.decay_ratio = 0.1 if scheduler.decay_ratio is None else scheduler.decay_ratio
+    if config.checkpoint.interval_type == "step":
+        config.checkpoint.interval_type = "steps"
+    if not config.model.tokenizer_path and not config.model.config.endswith(".json"):
+        config.model.tokenizer_path = config.model.config
