@@ -1,0 +1,87 @@
+"""Weights & Biases: one W&B run per run folder, however often the job is restarted."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from pathlib import Path
+
+from flame.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+ID_FILE = "wandb_run_id"
+
+
+class WandbWriter:
+    """Send rows to the W&B run of ``dump_folder``.
+
+    The run's id stands in ``{dump_folder}/wandb_run_id`` (or in ``WANDB_RUN_ID``), so that a restarted job goes on
+    with the same run, offline too. ``WANDB_PROJECT`` ("flame" by default), ``WANDB_NAME``, ``WANDB_MODE`` and the other
+    ``WANDB_*`` variables act as W&B documents them. W&B takes each step once: those that a restart trains again keep
+    their first values there.
+
+    Raises:
+        UserError: wandb is not installed, or the run cannot be started (not logged in, no network).
+    """
+
+    def __init__(self, dump_folder: str | Path, job_config: dict):
+        dump_folder = Path(dump_folder).resolve()
+        try:
+            import wandb
+        except ImportError as error:
+            raise UserError(
+                f"metrics.enable_wandb: wandb cannot be imported ({error}); `pip install wandb` or turn it off"
+            ) from error
+        try:
+            self._run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "flame"),
+                name=os.environ.get("WANDB_NAME", dump_folder.name),
+                id=run_id(dump_folder),
+                resume="allow",
+                dir=dump_folder,
+                config=job_config,
+                settings=wandb.Settings(quiet=True),
+            )
+        except (wandb.Error, OSError) as error:
+            raise UserError(
+                f"metrics.enable_wandb: W&B did not start: {error}. Run `wandb login` or set WANDB_API_KEY; "
+                "WANDB_MODE=offline keeps the data here for a later `wandb sync`; --no-metrics.enable_wandb turns it off"
+            ) from error
+        self._failed = False
+
+    @property
+    def id(self) -> str:
+        return self._run.id
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        """Send ``scalars`` (tag -> value). The first failure is reported and ends the sending, not the training."""
+        if self._failed:
+            return
+        try:
+            self._run.log(scalars, step=step)
+        except Exception as error:  # whatever breaks in W&B, a run of weeks must outlive it
+            self._failed = True
+            logger.warning(
+                "W&B failed at step %d and gets nothing from now on; metrics.jsonl goes on: %s: %s",
+                step,
+                type(error).__name__,
+                error,
+            )
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def run_id(dump_folder: Path) -> str:
+    """The W&B run id of a run folder, made and written down when it has none yet."""
+    if chosen := os.environ.get("WANDB_RUN_ID"):
+        return chosen
+    path = dump_folder / ID_FILE
+    if path.exists() and (known := path.read_text(encoding="utf-8").strip()):
+        return known
+    dump_folder.mkdir(parents=True, exist_ok=True)
+    new = secrets.token_hex(4)
+    path.write_text(new + "\n", encoding="utf-8")
+    return new
