@@ -20,9 +20,9 @@ logger = logging.getLogger(__name__)
 class MetricLogger:
     """The outlets of one rank.
 
-    Rank 0 writes ``metrics.jsonl``, W&B and the console lines; TensorBoard is written by rank 0 to
-    ``{dump_folder}/{metrics.save_tb_folder}``, or with ``metrics.rank_0_only`` off by every rank to ``rank_N`` in there.
-    What an earlier attempt logged after ``last_step`` is removed, so that no step is missing or doubled.
+    Rank 0 writes ``metrics.jsonl`` and the console lines, and TensorBoard (``{dump_folder}/{metrics.save_tb_folder}``)
+    and W&B where they are on. With ``metrics.save_for_all_ranks`` every rank has a TensorBoard folder ``rank_N`` in
+    there and a W&B run of its own. What an earlier attempt logged after ``last_step`` is removed, so that no step is missing or doubled.
 
     Args:
         config: the job; its ``metrics`` section says which outlets there are.
@@ -78,11 +78,13 @@ def _open_writers(
     config: JobConfig, dump_folder: Path, rank: int, last_step: int
 ) -> list[TensorBoardWriter | WandbWriter]:
     metrics = config.metrics
+    if rank != 0 and not metrics.save_for_all_ranks:
+        return []
     writers: list[TensorBoardWriter | WandbWriter] = []
-    if metrics.enable_tensorboard and (rank == 0 or not metrics.rank_0_only):
+    if metrics.enable_tensorboard:
         folder = dump_folder / metrics.save_tb_folder
-        writers.append(TensorBoardWriter(folder if metrics.rank_0_only else folder / f"rank_{rank}", last_step))
-    if metrics.enable_wandb and rank == 0:
-        writers.append(WandbWriter(dump_folder, asdict(config)))
+        writers.append(TensorBoardWriter(folder / f"rank_{rank}" if metrics.save_for_all_ranks else folder, last_step))
+    if metrics.enable_wandb:
+        writers.append(WandbWriter(dump_folder, asdict(config), rank))
         logger.info("W&B run %s", writers[-1].id)
     return writers

@@ -15,7 +15,7 @@ ID_FILE = "wandb_run_id"
 
 
 class WandbWriter:
-    """Send rows to the W&B run of ``dump_folder``.
+    """Send one rank's rows to its W&B run; rank 0's is the run of ``dump_folder``, the others' are grouped with it.
 
     The run's id stands in ``{dump_folder}/wandb_run_id`` (or in ``WANDB_RUN_ID``), so that a restarted job goes on
     with the same run, offline too. ``WANDB_PROJECT`` ("flame" by default), ``WANDB_NAME``, ``WANDB_MODE`` and the other
@@ -26,7 +26,7 @@ class WandbWriter:
         UserError: wandb is not installed, or the run cannot be started (not logged in, no network).
     """
 
-    def __init__(self, dump_folder: str | Path, job_config: dict):
+    def __init__(self, dump_folder: str | Path, job_config: dict, rank: int = 0):
         dump_folder = Path(dump_folder).resolve()
         try:
             import wandb
@@ -37,8 +37,9 @@ class WandbWriter:
         try:
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "flame"),
-                name=os.environ.get("WANDB_NAME", dump_folder.name),
-                id=run_id(dump_folder),
+                name=os.environ.get("WANDB_NAME", dump_folder.name) + suffix(rank),
+                group=os.environ.get("WANDB_RUN_GROUP", dump_folder.name),
+                id=run_id(dump_folder, rank),
                 resume="allow",
                 dir=dump_folder,
                 config=job_config,
@@ -74,14 +75,18 @@ class WandbWriter:
         self._run.finish()
 
 
-def run_id(dump_folder: Path) -> str:
-    """The W&B run id of a run folder, made and written down when it has none yet."""
+def run_id(dump_folder: Path, rank: int = 0) -> str:
+    """The W&B run id of a run folder and rank, made and written down when there is none yet."""
     if chosen := os.environ.get("WANDB_RUN_ID"):
-        return chosen
-    path = dump_folder / ID_FILE
+        return chosen + suffix(rank)
+    path = dump_folder / (ID_FILE + suffix(rank))
     if path.exists() and (known := path.read_text(encoding="utf-8").strip()):
         return known
     dump_folder.mkdir(parents=True, exist_ok=True)
     new = secrets.token_hex(4)
     path.write_text(new + "\n", encoding="utf-8")
     return new
+
+
+def suffix(rank: int) -> str:
+    return f"-rank{rank}" if rank else ""
