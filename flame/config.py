@@ -17,7 +17,7 @@ LEAVE_OFF = "leave it out"
 class Job:
     """The run: its folder and its name"""
 
-    config_file: str = option("")
+    config_file: str = option("", compare=False)
     """TOML file to read options from; the command line goes before it. Files that ship with flame
     (configs/debug.toml, flame/models/fla.toml) are found from any folder."""
     dump_folder: str = option("exp")
@@ -246,9 +246,7 @@ class Experimental:
     """Compile the backward pass with compiled autograd."""
     context_parallel_degree: int = option(1, minimum=1, not_yet="set it to 1")
     """Devices that each sequence is split over."""
-    context_parallel_rotate_method: str = option(
-        "allgather", choices=("allgather", "alltoall"), not_yet=LEAVE_OFF
-    )
+    context_parallel_rotate_method: str = option("allgather", choices=("allgather", "alltoall"), not_yet=LEAVE_OFF)
     """How softmax layers exchange keys and values under context parallelism."""
     custom_model_path: str = option("", not_yet=LEAVE_OFF)
     """Folder of a package with a user's own architecture."""

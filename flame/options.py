@@ -47,12 +47,15 @@ class Rule:
         return " and ".join(f"{word} {bound:g}" for bound, word in bounds if bound is not None)
 
 
-def option(default: Any, **limits: Any) -> Any:
-    """A dataclass field with a default and the limits of ``Rule``; a list default is copied for each instance."""
+def option(default: Any, *, compare: bool = True, **limits: Any) -> Any:
+    """A dataclass field with a default and the limits of ``Rule``; a list default is copied for each instance.
+
+    ``compare`` off leaves the option out when two configs are compared.
+    """
     metadata = {"rule": Rule(**limits)}
     if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+        return field(default_factory=lambda: list(default), compare=compare, metadata=metadata)
+    return field(default=default, compare=compare, metadata=metadata)
 
 
 @dataclass(frozen=True)

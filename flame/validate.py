@@ -1,0 +1,125 @@
+"""Checks on a parsed job: each option by its own limits, then options against each other and the files they name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from flame import names
+from flame.config import JobConfig
+from flame.options import default_of, rule_of
+from flame.paths import find_resource
+from flame.values import show
+
+Fault = tuple[str, str]
+"""The option that a fault is about, and the line that says so."""
+
+
+def find_faults(config: JobConfig) -> list[Fault]:
+    """Every fault of a job as it was parsed, before ``resolve_defaults``; an empty list for a job that can start."""
+    checks = (
+        _check_limits,
+        _check_required,
+        _check_files,
+        _check_lengths,
+        _check_datasets,
+        _check_checkpoints,
+    )
+    return [fault for check in checks for fault in check(config)]
+
+
+def _value(config: JobConfig, name: str) -> Any:
+    section, _, key = name.partition(".")
+    return getattr(getattr(config, section), key)
+
+
+def _fault(config: JobConfig, name: str, reason: str) -> Fault:
+    """A fault's line: how the option was given, its value, what is wrong."""
+    origin = config.given.get(name, f"--{name}")
+    return name, f"{origin} = {show(_value(config, name))}: {reason}"
+
+
+def _check_limits(config: JobConfig) -> Iterator[Fault]:
+    for name, option in names.options().items():
+        rule, value = rule_of(option), _value(config, name)
+        for entry in value if isinstance(value, list) else [value]:
+            if entry in rule.refused:
+                yield _fault(config, name, rule.refused[entry])
+                break
+            if not rule.allows(entry):
+                hint = names.did_you_mean(names.nearest(str(entry), rule.choices))
+                yield _fault(config, name, f"must be {rule.describe()}{hint}")
+                break
+        else:
+            if rule.not_yet and value != default_of(option):
+                yield _fault(config, name, f"not available in this version; {rule.not_yet}")
+
+
+def _check_required(config: JobConfig) -> Iterator[Fault]:
+    model, training = config.model, config.training
+    if not model.config:
+        yield _fault(config, "model.config", "needs a model: a *.json file, a folder or a hub id")
+    if not model.tokenizer_path and model.config.endswith(".json"):
+        yield _fault(config, "model.tokenizer_path", "needs a tokenizer: a folder or a hub id")
+    if not any(training.dataset):
+        yield _fault(config, "training.dataset", "needs a dataset: a hub name, a folder, a file or builtin:stdlib")
+    for name in ("job.dump_folder", "checkpoint.folder"):
+        if not _value(config, name):
+            yield _fault(config, name, "needs the name of a folder")
+
+
+def _check_files(config: JobConfig) -> Iterator[Fault]:
+    for name in ("model.config", "model.tokenizer_path", "checkpoint.initial_load_path"):
+        path = _value(config, name)
+        if path and _is_local(path) and not find_resource(path).exists():
+            yield _fault(config, name, f"no such file or folder{_nearby(find_resource(path))}")
+    if Path(config.job.dump_folder).expanduser().is_file():
+        yield _fault(config, "job.dump_folder", "is a file; the run needs a folder")
+
+
+def _is_local(path: str) -> bool:
+    """Whether a text can only be a path: a hub id is ``name`` or ``owner/name``, and no file name."""
+    return path.startswith(("/", ".", "~")) or path.endswith(".json") or path.count("/") > 1
+
+
+def _nearby(path: Path) -> str:
+    """The name in the same folder that is most like that of a missing file."""
+    siblings = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+    guess = names.nearest(path.name, siblings)
+    return names.did_you_mean(guess and str(path.parent / guess))
+
+
+def _check_lengths(config: JobConfig) -> Iterator[Fault]:
+    training = config.training
+    if "training.context_len" in config.given and training.context_len > training.seq_len:
+        yield _fault(config, "training.context_len", f"at most training.seq_len, which is {training.seq_len}")
+    if "lr_scheduler.warmup_steps" in config.given and config.lr_scheduler.warmup_steps > training.steps:
+        yield _fault(config, "lr_scheduler.warmup_steps", f"at most training.steps, which is {training.steps}")
+
+
+def _check_datasets(config: JobConfig) -> Iterator[Fault]:
+    training = config.training
+    count = len(training.dataset)
+    if count > 1:
+        yield _fault(config, "training.dataset", "several datasets are not available in this version; give one")
+    for key in ("dataset_name", "dataset_split", "data_dir", "data_files", "data_probs"):
+        given = len(getattr(training, key))
+        one_for_all = given <= 1 and key == "dataset_split"
+        files_of_one = count == 1 and key == "data_files"
+        if given and given != count and not one_for_all and not files_of_one:
+            yield _fault(config, f"training.{key}", f"{given} for {count} datasets; give one for each")
+    if training.data_probs and not math.isclose(sum(training.data_probs), 1, abs_tol=1e-6):
+        yield _fault(config, "training.data_probs", f"must sum to 1, not {sum(training.data_probs):g}")
+
+
+def _check_checkpoints(config: JobConfig) -> Iterator[Fault]:
+    checkpoint = config.checkpoint
+    if not checkpoint.enable_checkpoint:
+        if checkpoint.load_step >= 0:
+            yield _fault(config, "checkpoint.load_step", "nothing is loaded while checkpoint.enable_checkpoint is off")
+        if checkpoint.create_seed_checkpoint:
+            yield _fault(config, "checkpoint.create_seed_checkpoint", "needs checkpoint.enable_checkpoint")
+    if config.job.sample_prompt and not checkpoint.export_hf:
+        yield _fault(config, "job.sample_prompt", "samples from the exported model: needs checkpoint.export_hf")
