@@ -1,0 +1,85 @@
+"""Decisions that all ranks of a run take together, so that a fault on one rank is an error on all and never a hang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from flame.errors import UserError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a function gave on one rank: its value, or the text of its error (plain data, so that it can be sent)."""
+
+    value: Any = None
+    error: str | None = None
+    is_user_error: bool = False
+
+
+class Ranks:
+    """The ranks that share a checkpoint folder; one lone rank when ``torch.distributed`` is not initialised.
+
+    Args:
+        group: process group of the ranks; the default group when None.
+        alone: act as a single process although ``torch.distributed`` is initialised (a tool run by one rank).
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, alone: bool = False):
+        self.group = group
+        self.distributed = not alone and dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank(group) if self.distributed else 0
+        self.size = dist.get_world_size(group) if self.distributed else 1
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """The value of every rank, on every rank, in rank order. Collective."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def on_main(self, function: Callable[[], T]) -> T:
+        """Run ``function`` on rank 0 and return its value, or raise its error, on every rank. Collective."""
+        if self.size == 1:
+            return function()
+        outcome, cause = _attempt(function) if self.is_main else (None, None)
+        box = [outcome]
+        dist.broadcast_object_list(box, group=self.group, group_src=0)
+        if box[0].error is not None:
+            raise _error(box[0].error, box[0].is_user_error) from cause
+        return box[0].value
+
+    def on_all(self, function: Callable[[], T]) -> list[T]:
+        """Run ``function`` on every rank; the values in rank order, or one error that names the ranks. Collective."""
+        if self.size == 1:
+            return [function()]
+        outcome, cause = _attempt(function)
+        outcomes = self.gather(outcome)
+        failed = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome.error is not None]
+        if failed:
+            message = "; ".join(f"rank {rank}: {outcome.error}" for rank, outcome in failed[:4])
+            raise _error(message, all(outcome.is_user_error for _, outcome in failed)) from cause
+        return [outcome.value for outcome in outcomes]
+
+
+def _attempt(function: Callable[[], Any]) -> tuple[Outcome, Exception | None]:
+    try:
+        return Outcome(value=function()), None
+    except Exception as error:
+        is_user_error = isinstance(error, UserError)
+        text = str(error) if is_user_error else f"{type(error).__name__}: {error}"
+        return Outcome(error=text, is_user_error=is_user_error), error
+
+
+def _error(message: str, is_user_error: bool) -> Exception:
+    return UserError(message) if is_user_error else RuntimeError(message)
