@@ -101,8 +101,8 @@ class TraceProfiler:
 class MemorySnapshots:
     """Record the history of a GPU's allocations and write it down; arguments as in ``Profilers``.
 
-    torch documents these two functions (https://docs.pytorch.org/docs/stable/torch_cuda_memory.html) under names with an
-    underscore and has no others (2.11 to 2.13).
+    torch documents the functions for this under names with an underscore and has no others (2.11 to 2.13):
+    https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
     """
 
     def __init__(self, folder: Path, every: int, device: torch.device, rank: int = 0, last_step: int = 0):

@@ -58,7 +58,7 @@ class ConsoleFormatter(logging.Formatter):
 def step_line(row: dict, total_steps: int, eta_s: float | None = None, color: bool = False) -> str:
     """One line for the logged step ``row`` (keys as in ``metrics.jsonl``) of ``total_steps``.
 
-    ``step   40/400  loss 5.4321  grad 0.812  lr 9.80e-03  4,312 tok/s  mfu 41.2%  mem 1.21 GiB  data 0.4%  eta 1m 12s``
+    ``step  40/400  loss  5.4321  grad   0.812  lr 9.80e-03    4,312 tok/s  mfu 41.2%  mem 1.21 GiB  data 0.4%  eta 9s``
 
     A number that the row lacks is left out; NaN is shown as such.
     """
@@ -67,8 +67,6 @@ def step_line(row: dict, total_steps: int, eta_s: float | None = None, color: bo
     for key, text, code in STEP_PARTS:
         if row.get(key) is not None:
             parts.append(paint(text.format(row[key]), code, color))
-    if row.get("mfu") is not None:
-        parts.append(f"mfu {row['mfu']:.1%}")
     if row.get("skipped_steps"):
         parts.append(paint(f"skipped {row['skipped_steps']}", YELLOW, color))
     if eta_s is not None:
@@ -82,6 +80,7 @@ STEP_PARTS = (
     ("grad_norm", "grad {:7.3f}", None),
     ("lr", "lr {:.2e}", None),
     ("tps", "{:>7,.0f} tok/s", None),
+    ("mfu", "mfu {:.1%}", None),
     ("memory_gib", "mem {:.2f} GiB", None),
     ("data_time_pct", "data {:.1f}%", None),
 )

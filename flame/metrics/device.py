@@ -50,7 +50,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Peak of the memory allocated on ``device`` since the last reset, GiB; on a CPU, of the process since its start."""
+    """Peak of the memory allocated on ``device`` since the last reset, GiB; on a CPU, of the process in all."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
     import resource  # not on Windows

@@ -22,7 +22,8 @@ class MetricLogger:
 
     Rank 0 writes ``metrics.jsonl`` and the console lines, and TensorBoard (``{dump_folder}/{metrics.save_tb_folder}``)
     and W&B where they are on. With ``metrics.save_for_all_ranks`` every rank has a TensorBoard folder ``rank_N`` in
-    there and a W&B run of its own. What an earlier attempt logged after ``last_step`` is removed, so that no step is missing or doubled.
+    there and a W&B run of its own. What an earlier attempt logged after ``last_step`` is removed, so that no step is
+    missing or doubled.
 
     Args:
         config: the job; its ``metrics`` section says which outlets there are.

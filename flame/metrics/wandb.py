@@ -48,7 +48,7 @@ class WandbWriter:
         except (wandb.Error, OSError) as error:
             raise UserError(
                 f"metrics.enable_wandb: W&B did not start: {error}. Run `wandb login` or set WANDB_API_KEY; "
-                "WANDB_MODE=offline keeps the data here for a later `wandb sync`; --no-metrics.enable_wandb turns it off"
+                "WANDB_MODE=offline keeps the data for a later `wandb sync`; --no-metrics.enable_wandb turns it off"
             ) from error
         self._failed = False
 
