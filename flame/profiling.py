@@ -20,7 +20,7 @@ MAX_WARMUP_STEPS = 3  # traced and thrown away, so that the profiler's own start
 MAX_SNAPSHOT_ENTRIES = 100_000  # allocations and frees that a snapshot looks back on
 
 
-class Profilers:
+class Profiler:
     """A context around the training loop, with ``step()`` to be called at each step's end; does nothing when off.
 
     Every ``profile_freq`` steps a trace of that step is written to
@@ -52,7 +52,7 @@ class Profilers:
             self._parts.append(MemorySnapshots(folder, profiling.profile_freq, device, rank, last_step))
         self._stack = ExitStack()
 
-    def __enter__(self) -> Profilers:
+    def __enter__(self) -> Profiler:
         for part in self._parts:
             self._stack.enter_context(part)
         return self
@@ -66,7 +66,7 @@ class Profilers:
 
 
 class TraceProfiler:
-    """Trace one step in ``every`` with ``torch.profiler``; arguments as in ``Profilers``."""
+    """Trace one step in ``every`` with ``torch.profiler``; arguments as in ``Profiler``."""
 
     def __init__(self, folder: Path, every: int, device: torch.device, rank: int = 0, last_step: int = 0):
         self.folder, self.rank, self.last_step = folder, rank, last_step
@@ -99,7 +99,7 @@ class TraceProfiler:
 
 
 class MemorySnapshots:
-    """Record the history of a GPU's allocations and write it down; arguments as in ``Profilers``.
+    """Record the history of a GPU's allocations and write it down; arguments as in ``Profiler``.
 
     torch documents the functions for this under names with an underscore and has no others (2.11 to 2.13):
     https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
