@@ -159,7 +159,9 @@ class Training:
     """Begin each document with the BOS token. auto: when the tokenizer itself does."""
     add_eos: str = option("auto", choices=("auto", "true", "false"))
     """End each document with the EOS token. auto: when the tokenizer itself does, or adds neither BOS nor EOS."""
-    shuffle: str = option("global", choices=("global", "block", "none"), refused={"block": "use global"})
+    shuffle: str = option(
+        "global", choices=("global", "block", "none"), refused={"block": "not available in this version; use global"}
+    )
     """Order of the documents in an epoch: a new random one, or the one in which they are stored."""
     max_epochs: int = option(0, minimum=0)
     """End the run after so many passes over the data. 0: repeat it until training.steps."""

@@ -64,7 +64,7 @@ def apply(config: JobConfig, source: Source) -> None:
     seen: dict[str, Setting] = {}
     for setting in source.settings:
         first = seen.setdefault(setting.target, setting)
-        if first.target_value != setting.target_value:
+        if first is not setting and first.target_value != setting.target_value:
             source.faults.append(
                 f"{setting.origin} = {show(setting.value)}: differs from {first.origin} = {show(first.value)}, "
                 "another name of the same option; give one of them"
