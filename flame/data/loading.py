@@ -1,0 +1,170 @@
+"""Getting rows through ``datasets``: files, saved folders and the hub, with faults that say what to change."""
+
+from __future__ import annotations
+
+import glob
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from flame.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+BUILDERS = {
+    ".parquet": "parquet",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".txt": "text",
+    ".arrow": "arrow",
+}
+COMPRESSIONS = {".gz", ".zst", ".xz", ".bz2", ".lz4"}
+HUB_ATTEMPTS = 5
+FIRST_WAIT_SECONDS = 2.0
+
+
+@contextmanager
+def local_leader_first(is_leader: bool, barrier: Callable[[], None]) -> Iterator[None]:
+    """Run the body on the node's leading rank while the node's others wait, then on them.
+
+    Args:
+        is_leader: whether this rank prepares for its node (local rank 0).
+        barrier: blocks until every rank has called it; it needs a time-out as long as a download takes. A leader that
+            fails still releases the others, which then meet the same fault.
+    """
+    if not is_leader:
+        barrier()
+    try:
+        yield
+    finally:
+        if is_leader:
+            barrier()
+
+
+def load_rows(spec):
+    """The ``datasets.Dataset`` that a ``SourceSpec`` names.
+
+    Raises:
+        UserError: nothing is found there, it cannot be read, or the hub stays out of reach.
+    """
+    path = Path(spec.dataset).expanduser()
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        return _load_saved(spec, path)
+    files = _expand_files(spec.dataset)
+    if files:
+        builder = _builder_for(spec.dataset, files)
+        options = {"sep": "\t"} if builder == "csv" and ".tsv" in Path(files[0]).suffixes else {}
+        return _load(spec, builder, data_files={"train": files}, split=spec.split, **options)
+    if not path.is_dir() and _looks_local(spec.dataset):
+        raise UserError(f"--training.dataset {spec.dataset}: there is no such file or folder")
+    options = {"data_dir": spec.data_dir or None, "data_files": list(spec.data_files) or None}
+    target = str(path) if path.is_dir() else spec.dataset
+    return _load(spec, target, name=spec.name or None, split=spec.split, **options)
+
+
+def with_retries(action: Callable[[], object], what: str, sleep: Callable[[float], None] = time.sleep):
+    """Call ``action``, again after a growing wait when the network fails, ``HUB_ATTEMPTS`` times in all."""
+    for attempt in range(1, HUB_ATTEMPTS + 1):
+        try:
+            return action()
+        except Exception as error:
+            if attempt == HUB_ATTEMPTS or not _is_transient(error):
+                raise
+            wait = FIRST_WAIT_SECONDS * 2 ** (attempt - 1)
+            logger.warning("%s: %s; attempt %d of %d in %.0f s", what, error, attempt + 1, HUB_ATTEMPTS, wait)
+            sleep(wait)
+
+
+def _load(spec, target: str, **options):
+    import datasets
+
+    def load():
+        return datasets.load_dataset(target, **options)
+
+    try:
+        return with_retries(load, spec.dataset)
+    except Exception as error:  # datasets raises ValueError, OSError, its own and pyarrow's types for users' faults
+        raise UserError(f"--training.dataset {spec.dataset}: {_describe(error)}") from error
+
+
+def _load_saved(spec, path: Path):
+    import datasets
+
+    try:
+        saved = datasets.load_from_disk(str(path))
+    except Exception as error:
+        raise UserError(f"--training.dataset {spec.dataset}: {_describe(error)}") from error
+    if isinstance(saved, datasets.DatasetDict):
+        if spec.split not in saved:
+            raise UserError(f"--training.dataset_split {spec.split}: {spec.dataset} has {', '.join(saved)}")
+        return saved[spec.split]
+    own_split = str(saved.split) if saved.split else "train"
+    if spec.split not in ("train", own_split):
+        raise UserError(
+            f"--training.dataset_split {spec.split}: the folder {spec.dataset} holds one dataset, {own_split}"
+        )
+    return saved
+
+
+def _expand_files(dataset: str) -> list[str]:
+    path = Path(dataset).expanduser()
+    if path.is_file():
+        return [str(path)]
+    if glob.has_magic(dataset) and not path.exists():
+        files = sorted(name for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
+        if not files:
+            raise UserError(f"--training.dataset {dataset}: the pattern matches no file")
+        return files
+    return []
+
+
+def _builder_for(dataset: str, files: list[str]) -> str:
+    builders = {_builder_of(file) for file in files}
+    if len(builders) > 1 or None in builders:
+        odd = next((file for file in files if _builder_of(file) is None), None)
+        reason = f"{odd} has an unknown ending" if odd else f"it mixes {', '.join(sorted(builders))} files"
+        raise UserError(
+            f"--training.dataset {dataset}: {reason}; known are {', '.join(BUILDERS)}, "
+            f"each also with {', '.join(sorted(COMPRESSIONS))}"
+        )
+    return builders.pop()
+
+
+def _builder_of(file: str) -> str | None:
+    path = Path(file)
+    if path.suffix.lower() in COMPRESSIONS:
+        path = path.with_suffix("")
+    return BUILDERS.get(path.suffix.lower())
+
+
+def _looks_local(dataset: str) -> bool:
+    return dataset.startswith(("/", "./", "../", "~")) or dataset.count("/") > 1 or _builder_of(dataset) is not None
+
+
+def _is_transient(error: BaseException) -> bool:
+    """Whether trying again may help: the network or the hub's servers failed, not the request itself."""
+    if type(error).__name__ == "OfflineModeIsEnabled" or isinstance(error, FileNotFoundError):
+        return False
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status is not None:
+        return status == 429 or status >= 500
+    if isinstance(error, (ConnectionError, TimeoutError)):
+        return True
+    module = type(error).__module__.partition(".")[0]
+    if module in ("httpx", "httpcore", "requests", "urllib3", "aiohttp"):
+        return True
+    return error.__cause__ is not None and _is_transient(error.__cause__)
+
+
+def _describe(error: BaseException) -> str:
+    """The error's message with that of its innermost cause, where ``datasets`` hides the reason."""
+    cause = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if cause is error else f"{text} ({' '.join(str(cause).split()) or type(cause).__name__})"

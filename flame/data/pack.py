@@ -1,0 +1,94 @@
+"""Documents to packed sequences: inputs, shifted targets and known document boundaries."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from flame.data.state import StreamState
+
+IGNORE_INDEX = -100
+
+
+@dataclass
+class Document:
+    """One document drawn from a source; an empty or skipped one has no tokens but still counts as drawn."""
+
+    tokens: np.ndarray  # [length]
+    source: int
+    skipped: bool = False
+
+
+@dataclass
+class Sequence:
+    """``seq_len`` tokens of one stream, and the stream's state behind them.
+
+    Attributes:
+        input_ids: int32 [seq_len].
+        labels: int32 [seq_len], the token that follows each input in its document, IGNORE_INDEX after the last one.
+        cu_seqlens: int32 [pieces + 1], from 0 to seq_len, strictly increasing.
+        state: the stream's state once this sequence is consumed, for ``StreamState.from_list``.
+    """
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+    cu_seqlens: np.ndarray
+    state: list[int]
+
+
+@dataclass
+class StreamBuffer:
+    """The documents of one stream that have been read but not used up.
+
+    ``state`` is the position of the next unused token; the first queued document is the one it points into.
+    """
+
+    state: StreamState
+    documents: deque[Document] = field(default_factory=deque)
+    num_tokens: int = 0  # unused tokens in the queue
+
+    def push(self, document: Document) -> None:
+        """Queue the stream's next document; the first one after a resume has tokens that were used before."""
+        used = self.state.offset if not self.documents else 0
+        self.num_tokens += max(len(document.tokens) - used, 0)
+        self.documents.append(document)
+
+    def finish_document(self) -> None:
+        """Leave the first queued document behind."""
+        document = self.documents.popleft()
+        self.state.finish_document(document.source, document.skipped)
+
+
+def pack_sequence(buffer: StreamBuffer, seq_len: int, context_len: int) -> Sequence:
+    """Cut the next sequence off a stream that holds at least ``seq_len`` unused tokens.
+
+    Each document goes in as pieces of at most ``context_len`` tokens; what does not fit goes on in the next sequence.
+    Whole documents are queued, so the true target of a piece's last input is always at hand.
+    """
+    parts, ends, boundaries = [], [], [0]
+    filled = 0
+    while filled < seq_len:
+        tokens, offset = buffer.documents[0].tokens, buffer.state.offset
+        taken = min(len(tokens) - offset, seq_len - filled)
+        if taken > 0:
+            parts.append(tokens[offset : offset + taken])
+            boundaries.extend(range(filled + context_len, filled + taken, context_len))
+            filled += taken
+            boundaries.append(filled)
+        buffer.state.offset += max(taken, 0)
+        if buffer.state.offset < len(tokens):
+            following = tokens[buffer.state.offset]
+            continue
+        if taken > 0:
+            ends.append(filled - 1)
+        buffer.finish_document()
+    buffer.num_tokens -= seq_len
+    input_ids = np.concatenate(parts).astype(np.int32)  # [seq_len]
+    labels = np.empty_like(input_ids)
+    labels[:-1] = input_ids[1:]
+    if not ends or ends[-1] != seq_len - 1:
+        labels[-1] = following
+    labels[ends] = IGNORE_INDEX
+    return Sequence(input_ids, labels, np.array(boundaries, dtype=np.int32), buffer.state.to_list())

@@ -1,0 +1,181 @@
+"""What the rows are: one interface over every map-style source."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from flame.data.loading import load_rows
+from flame.data.stdlib import read_stdlib_texts
+from flame.errors import UserError
+
+BUILTIN_PREFIX = "builtin:"
+TEXT_COLUMNS = ("text", "content")
+TOKENS_COLUMN = "input_ids"
+NUM_SAMPLED_ROWS = 64
+
+
+@dataclass(frozen=True)
+class SourceSpec:
+    """Where one source comes from, as the user gave it; "" means not given."""
+
+    dataset: str
+    name: str = ""
+    split: str = "train"
+    data_dir: str = ""
+    data_files: tuple[str, ...] = ()
+
+
+def source_specs(training) -> list[SourceSpec]:
+    """The sources that the ``[training]`` section names.
+
+    A single value of a sibling list serves every dataset; with one dataset, ``data_files`` lists its files.
+    """
+    datasets = training.dataset
+
+    def value_for(values: list[str], number: int, default: str) -> str:
+        if not values:
+            return default
+        return values[number] if len(values) > 1 else values[0]
+
+    return [
+        SourceSpec(
+            dataset,
+            value_for(training.dataset_name, number, ""),
+            value_for(training.dataset_split, number, "train"),
+            value_for(training.data_dir, number, ""),
+            tuple(training.data_files) if len(datasets) == 1 else tuple(training.data_files[number : number + 1]),
+        )
+        for number, dataset in enumerate(datasets)
+    ]
+
+
+class Source(Protocol):
+    """Rows by number. A row is a text, token ids (int64 [length]), or whatever wrong value stands in its place."""
+
+    name: str
+    column: str
+    is_tokenized: bool
+
+    def __len__(self) -> int: ...
+
+    def read(self, rows: list[int]) -> list: ...
+
+
+class TextSource:
+    """Texts held in memory."""
+
+    is_tokenized = False
+
+    def __init__(self, name: str, texts: list[str]):
+        self.name = name
+        self.column = "text"
+        self.texts = texts
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def read(self, rows: list[int]) -> list[str]:
+        return [self.texts[row] for row in rows]
+
+
+class DatasetSource:
+    """One column of a ``datasets.Dataset``, read from its memory-mapped Arrow files.
+
+    Raises:
+        UserError: no column holds text or token ids.
+    """
+
+    def __init__(self, name: str, dataset, text_column: str = ""):
+        self.name = name
+        self.column = _choose_column(name, dataset, text_column)
+        self.table = dataset.select_columns([self.column]).with_format("arrow")
+        self.is_tokenized = _holds_lists(dataset.features.arrow_schema.field(self.column).type)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def read(self, rows: list[int]) -> list:
+        column = self.table[rows].column(0)
+        if not self.is_tokenized:
+            return column.to_pylist()
+        return [_token_ids(value) for chunk in column.chunks for value in chunk]
+
+
+def open_source(spec: SourceSpec, text_column: str = "") -> Source:
+    """Open one source, downloading or converting it first when that has not been done.
+
+    Raises:
+        UserError: it does not exist, has no such config or split, no usable column, or no rows.
+    """
+    if spec.dataset.startswith(BUILTIN_PREFIX):
+        if spec.dataset != "builtin:stdlib":
+            raise UserError(f"--training.dataset {spec.dataset}: the one embedded corpus is builtin:stdlib")
+        return TextSource(spec.dataset, read_stdlib_texts())
+    source = DatasetSource(spec.dataset, load_rows(spec), text_column)
+    if not len(source):
+        raise UserError(f"--training.dataset {spec.dataset}: split {spec.split} has no rows")
+    return source
+
+
+def source_fingerprint(source: Source) -> dict[str, str | int]:
+    """What tells one source from another, wherever its files lie: row count, column, and a sample of the rows."""
+    rows = np.unique(np.linspace(0, len(source) - 1, NUM_SAMPLED_ROWS).astype(np.int64)).tolist()
+    digest = hashlib.sha256()
+    for value in source.read(rows):
+        content = value.tobytes() if isinstance(value, np.ndarray) else str(value).encode("utf-8", "surrogatepass")
+        digest.update(len(content).to_bytes(8, "little") + content)
+    return {
+        "name": source.name,
+        "rows": len(source),
+        "column": source.column,
+        "sampled_rows": digest.hexdigest()[:32],
+    }
+
+
+def _choose_column(name: str, dataset, text_column: str) -> str:
+    columns = dataset.column_names
+    if text_column:
+        if text_column not in columns:
+            raise UserError(
+                f"--training.text_column {text_column}: {name} has no such column; it has {', '.join(columns)}"
+            )
+        candidates = [text_column]
+    else:
+        candidates = [column for column in (*TEXT_COLUMNS, TOKENS_COLUMN) if column in columns]
+    if not candidates:
+        raise UserError(
+            f"--training.dataset {name}: none of its columns ({', '.join(columns)}) is named "
+            f"{', '.join(TEXT_COLUMNS)} or {TOKENS_COLUMN}; name the one that holds the text with --training.text_column"
+        )
+    column = candidates[0]
+    kind = dataset.features.arrow_schema.field(column).type
+    if not (_holds_text(kind) or _holds_lists(kind)):
+        raise UserError(
+            f"--training.dataset {name}: column {column} holds {kind}, neither text nor lists of token ids; "
+            "name another with --training.text_column"
+        )
+    return column
+
+
+def _holds_text(kind) -> bool:
+    from pyarrow import types
+
+    # A column of type null has only missing values: each of its rows is reported as such.
+    return types.is_string(kind) or types.is_large_string(kind) or types.is_null(kind)
+
+
+def _holds_lists(kind) -> bool:
+    from pyarrow import types
+
+    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    return is_list and types.is_integer(kind.value_type)
+
+
+def _token_ids(value) -> np.ndarray | None:
+    if not value.is_valid or value.values.null_count:
+        return None
+    return value.values.to_numpy(zero_copy_only=False).astype(np.int64, copy=False)

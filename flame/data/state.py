@@ -1,0 +1,87 @@
+"""What a data state holds, how the ranks' parts become one, and when it no longer fits the job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flame.errors import UserError
+
+STATE_VERSION = 1
+
+
+@dataclass
+class StreamState:
+    """The next unused token of one stream.
+
+    Attributes:
+        cursors: per source, documents that the stream has finished; its next one stands at virtual position
+            ``stream + cursor * num_streams``.
+        draws: documents finished over all sources: the counter of the draw that chooses the next source.
+        offset: tokens used of the document in hand.
+        skipped: bad rows left out so far.
+    """
+
+    cursors: list[int] = field(default_factory=lambda: [0])
+    draws: int = 0
+    offset: int = 0
+    skipped: int = 0
+
+    def finish_document(self, source: int, skipped: bool) -> None:
+        """Step to the start of the next document."""
+        self.cursors[source] += 1
+        self.draws += 1
+        self.offset = 0
+        self.skipped += skipped
+
+    def to_list(self) -> list[int]:
+        """The state as plain integers: offset, draws, skipped, then one cursor per source."""
+        return [self.offset, self.draws, self.skipped, *self.cursors]
+
+    @classmethod
+    def from_list(cls, values: list[int]) -> StreamState:
+        offset, draws, skipped, *cursors = values
+        return cls(cursors, draws, offset, skipped)
+
+
+def merge_state_dicts(parts: list[dict]) -> dict:
+    """Join the states of all data-parallel ranks into one that any number of ranks can load.
+
+    Args:
+        parts: ``DataLoader.state_dict()`` of every rank, in any order, taken after the same step.
+
+    Returns:
+        Plain data (dicts, lists, strings, integers) whose ``streams`` lists every stream's state by its number.
+    """
+    streams: dict[str, list[int]] = {}
+    for part in parts:
+        streams.update(part["streams"])
+    first = parts[0]
+    positions = {part["num_sequences"] for part in parts}
+    assert len(positions) == 1, f"ranks stand at different sequences: {sorted(positions)}"
+    assert len(streams) == first["num_streams"], f"{len(streams)} of {first['num_streams']} streams were handed in"
+    return {**first, "streams": [streams[str(number)] for number in range(first["num_streams"])]}
+
+
+def check_fingerprint(saved: dict, current: dict) -> None:
+    """Refuse to go on with data other than the checkpoint's.
+
+    Raises:
+        UserError: with one line for each entry that differs.
+    """
+    differences = [
+        f"  {path}: {before} in the checkpoint, {now} now" for path, before, now in _differences(saved, current, "")
+    ]
+    if differences:
+        raise UserError(
+            "the data is not what the checkpoint was trained on, so its position means nothing here:\n"
+            + "\n".join(differences)
+            + "\nrestore these, or give --training.ignore_data_fingerprint to go on from the saved position all the same"
+        )
+
+
+def _differences(saved, current, path: str):
+    if isinstance(saved, dict) and isinstance(current, dict):
+        for key in sorted(saved.keys() | current.keys()):
+            yield from _differences(saved.get(key), current.get(key), f"{path}.{key}" if path else key)
+    elif saved != current:
+        yield path, saved, current

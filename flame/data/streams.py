@@ -1,0 +1,172 @@
+"""The logical streams: each walks its own documents; together they read ahead and tokenise in batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from flame.data.order import RowOrder
+from flame.data.pack import Document, Sequence, StreamBuffer, pack_sequence
+from flame.data.sources import Source
+from flame.data.state import StreamState
+from flame.data.tokenize import DocumentEncoder
+from flame.errors import UserError
+
+# A batch this large keeps the tokenizer at full speed, and small enough that its output stays in the processor's cache
+# and no sequence waits long for its neighbours' documents.
+TOKENS_PER_BATCH = 65_536
+ROWS_PER_BATCH = 1_000
+
+
+@dataclass
+class DataPlan:
+    """Everything that decides which tokens a sequence holds; nothing in it knows of ranks or workers.
+
+    Attributes:
+        sources: where rows come from.
+        orders: for each source, which row stands at a virtual position.
+        encoder: rows to token ids.
+        num_streams: S; stream s visits the virtual positions s, s + S, s + 2S, ... of a source.
+        seq_len: tokens in a sequence.
+        context_len: most tokens of one piece.
+        max_epochs: passes over the data, 0 for no end.
+        skip_bad_rows: count rows without text instead of raising.
+    """
+
+    sources: list[Source]
+    orders: list[RowOrder]
+    encoder: DocumentEncoder
+    num_streams: int
+    seq_len: int
+    context_len: int
+    max_epochs: int = 0
+    skip_bad_rows: bool = False
+
+
+@dataclass
+class _Stream:
+    number: int
+    buffer: StreamBuffer
+    read_cursors: list[int]  # per source, the next document to read; ahead of the state's cursors
+
+    @property
+    def num_missing(self) -> int:
+        return -self.buffer.num_tokens
+
+
+@dataclass
+class _Request:
+    stream: _Stream
+    source: int
+    position: int
+
+
+class StreamReader:
+    """Yields the sequences of some streams in turn: one of each, again and again.
+
+    What a stream yields depends on its own documents alone, so how streams are dealt to readers, and how far a reader
+    reads ahead, changes nothing.
+
+    Args:
+        plan: what the sequences hold.
+        numbers: the streams of this reader in the order of their turns.
+        states: their states, in the same order.
+    """
+
+    def __init__(self, plan: DataPlan, numbers: list[int], states: list[StreamState]):
+        self.plan = plan
+        self.streams = [
+            _Stream(number, StreamBuffer(StreamState.from_list(state.to_list())), list(state.cursors))
+            for number, state in zip(numbers, states, strict=True)
+        ]
+        self.num_documents = 0
+        self.num_tokens = 0
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Yield without end, or until the stream whose turn it is cannot fill a sequence from the last epoch."""
+        while True:
+            for turn, stream in enumerate(self.streams):
+                while stream.buffer.num_tokens < self.plan.seq_len:
+                    requests = self._plan_batch(turn)
+                    if not any(request.stream is stream for request in requests):
+                        return
+                    self._read_batch(requests)
+                yield pack_sequence(stream.buffer, self.plan.seq_len, self.plan.context_len)
+
+    def _plan_batch(self, turn: int) -> list[_Request]:
+        """The documents to read now: what the stream at ``turn`` lacks, then what the next streams will lack."""
+        requests: list[_Request] = []
+        mean_tokens = self.num_tokens / self.num_documents if self.num_tokens else self.plan.seq_len
+        max_rows = min(ROWS_PER_BATCH, math.ceil(TOKENS_PER_BATCH / mean_tokens)) if self.num_documents else 1
+        for step in range(len(self.streams)):
+            stream = self.streams[(turn + step) % len(self.streams)]
+            missing = self.plan.seq_len - stream.buffer.num_tokens
+            if missing <= 0:
+                continue
+            num_rows = min(math.ceil(missing / mean_tokens), max_rows - len(requests))
+            requests += self._draw(stream, num_rows)
+            if len(requests) >= max_rows:
+                break
+        return requests
+
+    def _draw(self, stream: _Stream, count: int) -> list[_Request]:
+        """The stream's next ``count`` documents, fewer at the end of the last epoch."""
+        requests = []
+        for _ in range(count):
+            source = 0
+            position = stream.number + stream.read_cursors[source] * self.plan.num_streams
+            if self.plan.max_epochs and position >= self.plan.max_epochs * len(self.plan.sources[source]):
+                break
+            stream.read_cursors[source] += 1
+            requests.append(_Request(stream, source, position))
+        return requests
+
+    def _read_batch(self, requests: list[_Request]) -> None:
+        documents: list[Document | None] = [None] * len(requests)
+        for source in {request.source for request in requests}:
+            places = [place for place, request in enumerate(requests) if request.source == source]
+            positions = np.array([requests[place].position for place in places], dtype=np.int64)
+            rows = self.plan.orders[source].rows(positions).tolist()
+            for place, document in zip(places, read_documents(self.plan, source, rows), strict=True):
+                documents[place] = document
+        for request, document in zip(requests, documents, strict=True):
+            request.stream.buffer.push(document)
+            self.num_documents += 1
+            self.num_tokens += len(document.tokens)
+
+
+def read_documents(plan: DataPlan, source_index: int, rows: list[int]) -> list[Document]:
+    """Read and tokenise rows of one source.
+
+    Raises:
+        UserError: a row cannot be read, or holds no text and ``plan.skip_bad_rows`` is off; it names source, row and
+            column.
+    """
+    source, encoder = plan.sources[source_index], plan.encoder
+    try:
+        values = source.read(rows)
+    except Exception as error:  # whatever a file system or Arrow raises for damaged files
+        raise UserError(
+            f"{source.name}: rows {min(rows)} to {max(rows)} cannot be read ({type(error).__name__}: {error})"
+        ) from error
+    expected = np.ndarray if source.is_tokenized else str
+    bad = [not isinstance(value, expected) for value in values]
+    if any(bad) and not plan.skip_bad_rows:
+        place = bad.index(True)
+        raise UserError(_describe_bad_row(source, rows[place], values[place]))
+    good = [value for value, is_bad in zip(values, bad, strict=True) if not is_bad]
+    encoded = iter(encoder.encode_ids(good) if source.is_tokenized else encoder.encode_texts(good))
+    empty = np.empty(0, dtype=encoder.dtype)
+    return [Document(empty if is_bad else next(encoded), source_index, is_bad) for is_bad in bad]
+
+
+def _describe_bad_row(source: Source, row: int, value) -> str:
+    wanted = "a list of token ids" if source.is_tokenized else "text"
+    found = "missing or has missing parts" if value is None else f"a {type(value).__name__}"
+    return (
+        f"{source.name}: row {row} (counted from 0), column {source.column}: the value is {found}, not {wanted}; "
+        "mend the row, or leave such rows out with --training.on_bad_row skip"
+    )

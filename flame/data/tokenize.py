@@ -1,0 +1,131 @@
+"""Text to token ids: loading a tokenizer, and the policy for BOS and EOS."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+
+from flame.errors import UserError
+from flame.paths import find_resource
+
+# Scripts, digits, blanks and line ends: two tokenizers that cut this alike and share a vocabulary are taken as equal.
+PROBE_TEXT = "Naïve café, 12345 × 67.8\n\tdef f(x):\n        return x  # 東京 Привет 🙂\r\n"
+
+
+def load_tokenizer(path: str, trust_remote_code: bool = False):
+    """Load a tokenizer from a folder, a ``tokenizer.json`` file or the Hugging Face hub.
+
+    Args:
+        path: as the user wrote it; a relative one may also name a folder that ships with flame.
+        trust_remote_code: run Python code that comes with the tokenizer.
+
+    Raises:
+        UserError: there is no tokenizer at ``path``, or it cannot be read.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    found = find_resource(path)
+    try:
+        if found.is_file():
+            return PreTrainedTokenizerFast(tokenizer_file=str(found))
+        source = str(found) if found.is_dir() else path
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except Exception as error:  # transformers and tokenizers raise plain Exception, OSError, ValueError and KeyError
+        raise UserError(
+            f"--model.tokenizer_path {path}: no tokenizer could be loaded from it ({_first_line(error)}); "
+            "give a folder that save_pretrained wrote, a tokenizer.json file, or the name of a model on the hub"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+class DocumentEncoder:
+    """Turns documents into token ids with the tokens that open and close each of them.
+
+    ``add_bos`` and ``add_eos`` are "true", "false" or "auto": what the tokenizer itself puts there; one that puts
+    nothing on either side gets EOS at the end when it has one, so that documents have an end the model can learn.
+    Documents that arrive as token ids are treated alike: an opening or closing that is already there is kept as it is.
+    """
+
+    def __init__(self, tokenizer, add_bos: str = "auto", add_eos: str = "auto"):
+        self.tokenizer = tokenizer
+        self.opening, self.closing = _document_frame(tokenizer, add_bos, add_eos)
+        self.vocab_size = len(tokenizer)
+        self.dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.int32  # read-ahead buffers take half the memory
+
+    def encode_texts(self, texts: list[str]) -> list[np.ndarray]:
+        """Token ids of each text, 1-D; an empty text gives none at all, not even BOS or EOS."""
+        if self.tokenizer.is_fast:
+            backend = self.tokenizer.backend_tokenizer
+            backend.no_padding()
+            backend.no_truncation()
+            encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
+            return [self._frame(encoding.ids) for encoding in encodings]
+        encoded = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+        return [self._frame(ids) for ids in encoded]
+
+    def encode_ids(self, rows: list[np.ndarray]) -> list[np.ndarray]:
+        """Token ids of each pre-tokenised row, 1-D, equal to those of the text it was made from.
+
+        Raises:
+            ValueError: an id lies outside the tokenizer's vocabulary.
+        """
+        return [self._frame_ids(ids) for ids in rows]
+
+    def fingerprint(self) -> dict[str, str | list[int]]:
+        """What decides the tokens of a document, as plain data."""
+        vocab = json.dumps(sorted(self.tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0])))
+        probe = self.tokenizer(PROBE_TEXT, add_special_tokens=False, verbose=False)["input_ids"]
+        digest = hashlib.sha256(f"{vocab}{list(probe)}".encode()).hexdigest()
+        return {"vocabulary": digest[:32], "opening": list(self.opening), "closing": list(self.closing)}
+
+    def _frame(self, ids: list[int]) -> np.ndarray:
+        if not ids:
+            return np.empty(0, dtype=self.dtype)
+        framed = [*self.opening, *ids, *self.closing]
+        return np.fromiter(framed, dtype=self.dtype, count=len(framed))
+
+    def _frame_ids(self, ids: np.ndarray) -> np.ndarray:
+        if not ids.size:
+            return np.empty(0, dtype=self.dtype)
+        if ids.min() < 0 or ids.max() >= self.vocab_size:
+            raise ValueError(f"token id {ids.max() if ids.min() >= 0 else ids.min()} is outside 0..{self.vocab_size - 1}")
+        opened = ids[: len(self.opening)].tolist() == self.opening
+        closed = not self.closing or ids[-len(self.closing) :].tolist() == self.closing
+        parts = [[] if opened else self.opening, ids, [] if closed else self.closing]
+        return np.concatenate([np.asarray(part, dtype=self.dtype) for part in parts])
+
+
+def _document_frame(tokenizer, add_bos: str, add_eos: str) -> tuple[list[int], list[int]]:
+    opening, closing = _own_frame(tokenizer)
+    if add_eos == "auto" and not opening and not closing and tokenizer.eos_token_id is not None:
+        closing = [tokenizer.eos_token_id]
+    opening = _apply_choice("add_bos", add_bos, opening, tokenizer.bos_token_id)
+    closing = _apply_choice("add_eos", add_eos, closing, tokenizer.eos_token_id)
+    return opening, closing
+
+
+def _own_frame(tokenizer) -> tuple[list[int], list[int]]:
+    """The ids that the tokenizer itself puts before and after a text."""
+    bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    framed = list(tokenizer("a")["input_ids"])
+    for start in range(len(framed) - len(bare) + 1):
+        if framed[start : start + len(bare)] == bare:
+            return framed[:start], framed[start + len(bare) :]
+    return [], []
+
+
+def _apply_choice(name: str, choice: str, automatic: list[int], token_id: int | None) -> list[int]:
+    if choice == "auto":
+        return automatic
+    if choice == "false":
+        return []
+    if token_id is None:
+        token = "BOS" if name == "add_bos" else "EOS"
+        raise UserError(f"--training.{name} true: the tokenizer has no {token} token; use auto or false")
+    return [token_id]

@@ -1,0 +1,121 @@
+"""Where sequences are made: in this process, or in worker processes that each own fixed streams."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from flame.data.pack import Sequence
+from flame.data.state import StreamState
+from flame.data.streams import DataPlan, StreamReader
+from flame.errors import UserError
+
+
+@dataclass
+class WorkerFault:
+    """A user fault met in a worker, sent in place of a sequence."""
+
+    message: str
+
+
+class _WorkerDataset(IterableDataset):
+    def __init__(self, reader: StreamReader):
+        self.reader = reader
+
+    def __iter__(self) -> Iterator[Sequence | WorkerFault]:
+        try:
+            yield from self.reader
+        except UserError as error:
+            yield WorkerFault(str(error))
+
+
+class SequencePool:
+    """Hands out the sequences of a rank's streams in turn, whoever makes them.
+
+    Stream number l of the rank (counted among its own) belongs to worker ``l % num_workers``; each worker is asked when
+    it is the turn of one of its streams, so neither number need divide the other.
+
+    Args:
+        plan: what the sequences hold.
+        numbers: the rank's streams, in the order of their turns from the next sequence on.
+        states: their states, in the same order.
+        num_workers: processes; 0 makes the sequences in this one.
+        prefetch: sequences that each worker makes ahead.
+        persistent: handed to ``torch.utils.data.DataLoader``.
+    """
+
+    def __init__(
+        self,
+        plan: DataPlan,
+        numbers: list[int],
+        states: list[StreamState],
+        num_workers: int,
+        prefetch: int,
+        persistent: bool = False,
+    ):
+        num_makers = max(1, min(num_workers, len(numbers)))
+        readers = [
+            StreamReader(plan, numbers[maker::num_makers], states[maker::num_makers]) for maker in range(num_makers)
+        ]
+        if num_workers:
+            self.makers = [iter(_start_worker(reader, prefetch, persistent)) for reader in readers]
+        else:
+            self.makers = [iter(reader) for reader in readers]
+        self.num_streams = len(numbers)
+        self.turn = 0
+
+    def next_sequence(self) -> Sequence:
+        """The sequence of the stream whose turn it is.
+
+        Raises:
+            StopIteration: that stream has come to the end of its data.
+            UserError: a row is bad.
+        """
+        sequence = next(self.makers[self.turn % len(self.makers)])
+        if isinstance(sequence, WorkerFault):
+            raise UserError(sequence.message)
+        self.turn = (self.turn + 1) % self.num_streams
+        return sequence
+
+    def close(self) -> None:
+        """End the workers."""
+        self.makers = []
+
+
+def _start_worker(reader: StreamReader, prefetch: int, persistent: bool) -> DataLoader:
+    return DataLoader(
+        _WorkerDataset(reader),
+        batch_size=None,
+        num_workers=1,
+        collate_fn=_as_is,  # arrays go through the pipe: tensors would take a file descriptor and shared memory each
+        prefetch_factor=prefetch,
+        persistent_workers=persistent,
+        worker_init_fn=_settle_worker,
+        multiprocessing_context=_start_method(),
+        generator=torch.Generator(),  # or the workers' seeds would be drawn from the model's random numbers
+    )
+
+
+def _start_method() -> str | None:
+    """Forked workers share the sources' memory and start at once; elsewhere than on Linux forking is unsafe."""
+    is_linux = os.uname().sysname == "Linux"
+    return "fork" if is_linux and "fork" in multiprocessing.get_all_start_methods() else None
+
+
+def _as_is(item):
+    return item
+
+
+def _settle_worker(worker_id: int) -> None:
+    """Preemption signals reach every process of a job: the trainer decides what happens then, and ends its workers."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    # A forked process has lost the tokenizer's thread pool and would wait for it for ever.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
