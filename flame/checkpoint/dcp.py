@@ -109,14 +109,23 @@ def read_metadata(folder: Path) -> Metadata:
             raise BrokenCheckpoint(f"{METADATA} is damaged ({type(error).__name__}: {error})") from error
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise BrokenCheckpoint(f"{METADATA} is damaged (it holds no DCP metadata)")
+    _check_storage(folder, metadata)
+    return metadata
+
+
+def _check_storage(folder: Path, metadata: Metadata) -> None:
+    """Check that every part of every tensor lies in a file of the folder, within the file's length."""
+    ends: dict[str, int] = {}
     for info in metadata.storage_data.values():
         check_file_name(info.relative_path)
         if getattr(info, "transform_descriptors", None):
             raise BrokenCheckpoint(f"{info.relative_path} is stored through an extension, which is not supported")
-    files = {info.relative_path for info in metadata.storage_data.values()}
-    if missing := sorted(name for name in files if not (folder / name).is_file()):
-        raise BrokenCheckpoint(describe_missing(missing, files))
-    return metadata
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    if missing := sorted(name for name in ends if not (folder / name).is_file()):
+        raise BrokenCheckpoint(describe_missing(missing, ends))
+    for name, end in ends.items():
+        if (size := (folder / name).stat().st_size) < end:
+            raise BrokenCheckpoint(f"{name} has {size:,} bytes instead of {end:,}")
 
 
 def tensor_metadata(metadata: Metadata) -> dict[str, TensorStorageMetadata]:

@@ -172,15 +172,13 @@ class CheckpointManager:
         manifest = self._manifest(step)
         folder = folders.step_folder(self.folder, step)
         with reading(folder):
-            metadata = self.ranks.on_all(lambda: read_metadata(folder))[self.ranks.rank]
+            metadata = self.ranks.together(lambda: read_metadata(folder))
             sizes = {name: entry.size for name, entry in tensor_metadata(metadata).items()}
             matched = match_names(tensors, sizes, exclude, strict, source=str(folder))
             if self.ranks.is_main and _any_under(tensors, OPTIMIZER) and not _any_under(matched, OPTIMIZER):
                 logger.warning("no optimizer state is taken from %s: the optimizer starts fresh", folder)
             read_tensors(folder, matched, metadata, self.ranks.group)
-            state = self.ranks.on_main(lambda: _read_train_state(folder, manifest))
-        left_out = {key for key in state if key in exclude or "train_state" in exclude}
-        return {key: value for key, value in state.items() if key not in left_out}
+            return self.ranks.on_main(lambda: read_train_state(folder, manifest, exclude))
 
     def _manifest(self, step: int) -> Manifest:
         listing = self.ranks.on_main(lambda: folders.list_steps(self.folder))
@@ -213,7 +211,7 @@ class CheckpointManager:
     def _write(self, staged: Staged) -> Manifest:
         """Write everything but the manifest into the hidden folder, every file synced."""
         folder = self.ranks.on_main(lambda: folders.start_writing(self.folder, staged.step))
-        self.ranks.on_all(lambda: _check_shared(folder, self.folder))
+        self.ranks.together(lambda: _check_shared(folder, self.folder))
         write_tensors(folder, staged.tensors, self.ranks.group)
         self.ranks.on_main(lambda: write_json(folder / TRAIN_STATE, staged.train_state))
         return Manifest(
@@ -230,7 +228,7 @@ class CheckpointManager:
         wanted = self.verify == "full" or (self.verify == "auto" and sum(sizes.values()) < CHECKSUM_LIMIT)
         mine = _share(list(sizes), self.ranks) if wanted else []
         sums: dict[str, str] = {}
-        for part in self.ranks.on_all(lambda: {name: sha256(folder / name) for name in mine}):
+        for part in self.ranks.gather(self.ranks.together(lambda: {name: sha256(folder / name) for name in mine})):
             sums |= part
         return {name: FileEntry(size, sums.get(name)) for name, size in sizes.items()}
 
@@ -264,7 +262,7 @@ class CheckpointManager:
             return None
         folder = folders.step_folder(self.folder, manifest.step)
         mine = {name: manifest.files[name] for name in _share(sorted(manifest.files), self.ranks)}
-        reasons = self.ranks.on_all(lambda: _reason(folder, mine))
+        reasons = self.ranks.gather(self.ranks.together(lambda: _reason(folder, mine)))
         return next((reason for reason in reasons if reason is not None), None)
 
 
@@ -312,7 +310,9 @@ def _check_shared(folder: Path, root: Path) -> None:
         raise SaveError(f"{root} is not shared between the nodes: what rank 0 makes there is not seen here")
 
 
-def _read_train_state(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    if "train_state" not in manifest.contents:
+def read_train_state(folder: Path, manifest: Manifest, exclude: Sequence[str] = ()) -> dict[str, Any]:
+    """The train state of a checkpoint without the keys in ``exclude``; empty when there is none."""
+    if "train_state" not in manifest.contents or "train_state" in exclude:
         return {}
-    return json.loads((folder / TRAIN_STATE).read_bytes())
+    state = json.loads((folder / TRAIN_STATE).read_bytes())
+    return {key: value for key, value in state.items() if key not in exclude}

@@ -59,17 +59,20 @@ class Ranks:
             raise _error(box[0].error, box[0].is_user_error) from cause
         return box[0].value
 
-    def on_all(self, function: Callable[[], T]) -> list[T]:
-        """Run ``function`` on every rank; the values in rank order, or one error that names the ranks. Collective."""
+    def together(self, function: Callable[[], T]) -> T:
+        """Run ``function`` on every rank and return the rank's own value, or one error that names the ranks. Collective.
+
+        Only errors travel, so the value may be large.
+        """
         if self.size == 1:
-            return [function()]
+            return function()
         outcome, cause = _attempt(function)
-        outcomes = self.gather(outcome)
-        failed = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome.error is not None]
+        failures = self.gather((outcome.error, outcome.is_user_error))
+        failed = [(rank, error, is_user_error) for rank, (error, is_user_error) in enumerate(failures) if error]
         if failed:
-            message = "; ".join(f"rank {rank}: {outcome.error}" for rank, outcome in failed[:4])
-            raise _error(message, all(outcome.is_user_error for _, outcome in failed)) from cause
-        return [outcome.value for outcome in outcomes]
+            message = "; ".join(f"rank {rank}: {error}" for rank, error, _ in failed[:4])
+            raise _error(message, all(is_user_error for *_, is_user_error in failed)) from cause
+        return outcome.value
 
 
 def _attempt(function: Callable[[], Any]) -> tuple[Outcome, Exception | None]:
