@@ -1,0 +1,226 @@
+"""Which code runs FLA's operators, and the one list of everything that flame replaces inside FLA.
+
+Two sets of replacements, written against flash-linear-attention 0.6:
+
+- reference operators: FLA's are Triton kernels, which do not run on a CPU; `--model.backend reference` also asks for
+  them on a GPU, to check a kernel against an independent answer.
+- softmax attention: FLA's layers raise ImportError when the flash_attn package is missing.
+
+A function is replaced by identity, wherever a loaded `fla` module has bound it: FLA's modules import each other's
+functions by name, so that replacing it at its home alone would change nothing. FLA's own backend registry covers only
+some of these functions (not the delta rule, norms' residuals or attention) and only when its dispatch is on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from flame.errors import UserError
+from flame.models.attention import make_attention, resolve_attention_backend
+
+BACKENDS = ("auto", "triton", "reference")
+REFERENCE_FAMILIES = ("delta_net", "gated_deltanet", "gla", "transformer")
+
+_REFERENCE = "flame.models.reference"
+# FLA module and function, the reference module that holds the function of that name (or "module:name").
+_FUNCTIONS: tuple[tuple[str, str, str], ...] = (
+    ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", "delta_rule"),
+    ("fla.ops.gated_delta_rule", "fused_recurrent_gated_delta_rule", "delta_rule"),
+    ("fla.ops.delta_rule", "chunk_delta_rule", "delta_rule"),
+    ("fla.ops.delta_rule", "fused_recurrent_delta_rule", "delta_rule"),
+    ("fla.ops.gla", "chunk_gla", "gla"),
+    ("fla.ops.gla", "fused_recurrent_gla", "gla"),
+    ("fla.ops.gla", "fused_chunk_gla", "gla"),
+    ("fla.ops.attnres", "fused_attnres", "attnres"),
+    ("fla.modules.causal_conv1d", "causal_conv1d", "convolution"),
+    ("fla.modules.causal_conv1d", "causal_conv1d_update", "convolution"),
+    ("fla.modules.norm.layernorm", "layer_norm", "norms"),
+    ("fla.modules.norm.layernorm", "group_norm", "norms"),
+    ("fla.modules.norm.layernorm", "rms_norm", "norms"),
+    ("fla.modules.norm.fused_norm_gate", "layer_norm_gated", "norms"),
+    ("fla.modules.norm.fused_norm_gate", "rms_norm_gated", "norms"),
+    ("fla.modules.norm.l2norm", "l2norm", "norms"),
+    ("fla.modules.rotary", "rotary_embedding", "rotary"),
+    ("fla.modules.activations", "sigmoid", "activations"),
+    ("fla.modules.activations", "swish", "activations"),
+    ("fla.modules.activations", "logsigmoid", "activations"),
+    ("fla.modules.activations", "sqrelu", "activations"),
+    ("fla.modules.activations", "fast_gelu_impl", "activations:gelu"),
+    ("fla.modules.activations.ops", "bias_gelu_impl", "activations:bias_gelu"),
+    ("fla.modules.activations", "swiglu", "activations"),
+    ("fla.modules.activations", "swiglu_linear", "activations"),
+    ("fla.modules.activations", "sigmoidglu", "activations"),
+    ("fla.modules.activations", "sigmoidglu_linear", "activations"),
+    ("fla.modules.activations", "powglu", "activations"),
+    ("fla.modules.activations", "powglu_linear", "activations"),
+    ("fla.modules.fused_cross_entropy", "cross_entropy_loss", "cross_entropy"),
+    ("fla.modules.fused_linear_cross_entropy", "fused_linear_cross_entropy_loss", "cross_entropy"),
+)
+# Methods that themselves refuse or launch kernels, whatever functions their module binds.
+_METHODS: tuple[tuple[str, str, str, str], ...] = (
+    # Asserts that its tensors are on an accelerator before calling cross_entropy_loss.
+    ("fla.modules.fused_cross_entropy", "FusedCrossEntropyLoss", "forward", "cross_entropy:cross_entropy_module_forward"),
+)
+# Layers that import flash_attn at the top and raise without it; only the first serves the reference families.
+_ATTENTION_MODULES = ("fla.layers.attn", "fla.layers.bitattn", "fla.layers.mla", "fla.layers.rodimus")
+
+_installed: list[tuple[Any, Any, Any, bool]] = []  # (namespace, name, original, is a dict)
+
+
+def setup_backend(
+    backend: str, device_type: str, attention_backend: str = "auto", context_len: int | None = None
+) -> str:
+    """Import FLA, register its model classes with transformers' auto classes, and put the backend's code in place.
+
+    Call before building a model. Calling again replaces what an earlier call installed.
+
+    Args:
+        backend: "auto" (triton on a GPU, reference on a CPU), "triton" or "reference".
+        device_type: "cuda" or "cpu".
+        attention_backend: "auto", "varlen", "sdpa", "flex" or "flash" (flame/models/attention.py).
+        context_len: longest document in a packed row, in tokens; keeps attention from planning for the whole row.
+
+    Returns:
+        The backend in use, "triton" or "reference".
+
+    Raises:
+        UserError: a name that is not known or cannot run on the device; an FLA release whose functions have moved.
+    """
+    resolved = resolve_backend(backend, device_type)
+    attention = resolve_attention_backend(attention_backend, device_type)
+    import_fla()
+    uninstall()
+    if resolved == "reference":
+        _install_reference()
+    if attention != "flash":
+        _install_attention(attention, context_len)
+    return resolved
+
+
+def resolve_backend(backend: str, device_type: str) -> str:
+    """"triton" or "reference" for a requested backend and a device type."""
+    if backend not in BACKENDS:
+        raise UserError(f"model.backend = {backend!r}; allowed: {', '.join(BACKENDS)}")
+    if backend == "auto":
+        return "triton" if device_type == "cuda" else "reference"
+    if backend == "triton" and device_type != "cuda":
+        raise UserError(f"model.backend = 'triton' needs a CUDA device, this is {device_type}; use 'reference'")
+    return backend
+
+
+def import_fla() -> None:
+    """Import FLA without its start-up noise; its model classes register themselves with transformers."""
+    if "fla.models" in sys.modules:
+        return
+    # Without flash_attn, a GPU or a torch build they like, FLA, torchao and others warn from a dozen places, through
+    # warnings, loggers and prints; none of it is about this job.
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        importlib.import_module("fla.models")
+    logging.disable(disabled)
+
+
+def supported_model_types(backend: str) -> tuple[str, ...] | None:
+    """FLA model types that a resolved backend runs; None when it runs all."""
+    return REFERENCE_FAMILIES if backend == "reference" else None
+
+
+def check_supported(config: Any, backend: str) -> None:
+    """Refuse an FLA family whose operators the resolved backend does not have.
+
+    Raises:
+        UserError: names the family and what can be used instead.
+    """
+    is_fla = type(config).__module__.startswith("fla.")
+    if backend != "reference" or not is_fla or config.model_type in REFERENCE_FAMILIES:
+        return
+    raise UserError(
+        f"the reference backend does not have the operators of model_type {config.model_type!r}; "
+        f"it runs {', '.join(REFERENCE_FAMILIES)} and models native to transformers. Use a GPU with model.backend triton"
+    )
+
+
+def uninstall() -> None:
+    """Put FLA's own functions back."""
+    while _installed:
+        namespace, name, original, existed = _installed.pop()
+        if not existed:
+            _delete(namespace, name)
+        else:
+            _assign(namespace, name, original)
+
+
+def _install_reference() -> None:
+    for module_name, name, source in _FUNCTIONS:
+        original = _find(module_name, name)
+        _replace_everywhere(original, _reference(source, name))
+    for module_name, class_name, method, source in _METHODS:
+        cls = _find(module_name, class_name)
+        _replace(cls, method, _reference(source, method))
+
+
+def _install_attention(backend: str, context_len: int | None) -> None:
+    dense, varlen = make_attention(backend, context_len)
+    for module_name in _ATTENTION_MODULES:
+        module = importlib.import_module(module_name)
+        _find(module_name, "flash_attn_func")
+        _replace(module, "flash_attn_func", dense)
+        _replace(module, "flash_attn_varlen_func", varlen)  # not even bound when flash_attn is missing
+
+
+def _find(module_name: str, name: str) -> Any:
+    try:
+        return getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        fla = importlib.import_module("fla")
+        raise UserError(
+            f"flash-linear-attention {fla.__version__} has no {module_name}.{name}; flame replaces it and knows "
+            "release 0.6. Install flash-linear-attention 0.6, or update flame/models/backend.py"
+        ) from error
+
+
+def _reference(source: str, name: str) -> Callable:
+    module_name, _, other_name = source.partition(":")
+    return getattr(importlib.import_module(f"{_REFERENCE}.{module_name}"), other_name or name)
+
+
+def _replace_everywhere(original: Any, replacement: Any) -> None:
+    """Rebind `original` in every loaded FLA module, and in their tables (ACT2FN)."""
+    for module_name, module in list(sys.modules.items()):
+        if module is None or not (module_name == "fla" or module_name.startswith("fla.")):
+            continue
+        for name, value in list(vars(module).items()):
+            if value is original:
+                _replace(module, name, replacement)
+            elif isinstance(value, dict) and name.isupper():
+                for key in [key for key, entry in value.items() if entry is original]:
+                    _replace(value, key, replacement)
+
+
+def _replace(namespace: Any, name: Any, replacement: Any) -> None:
+    table = namespace if isinstance(namespace, dict) else vars(namespace)
+    _installed.append((namespace, name, table.get(name), name in table))
+    _assign(namespace, name, replacement)
+
+
+def _assign(namespace: Any, name: Any, value: Any) -> None:
+    if isinstance(namespace, dict):
+        namespace[name] = value
+    else:
+        setattr(namespace, name, value)
+
+
+def _delete(namespace: Any, name: Any) -> None:
+    if isinstance(namespace, dict):
+        del namespace[name]
+    else:
+        delattr(namespace, name)

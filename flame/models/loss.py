@@ -1,0 +1,162 @@
+"""The training forward: token ids and shifted labels in, the sum of the losses out, for any causal LM.
+
+`attach_training_forward(model)` puts it in place of `model.forward`, so that `model(...)` runs it inside the hooks that
+FSDP hangs on the root module (parameters gathered, output projection included), and names no parameter anew.
+"""
+
+from __future__ import annotations
+
+import types
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flame.errors import UserError
+from flame.models.reference.cross_entropy import fused_linear_cross_entropy_loss
+
+IGNORE_INDEX = -100
+# FLA's weight of the l2warp penalty on each token's largest logit, relative to the mean loss.
+L2WARP_PENALTY = 1e-4
+
+
+def attach_training_forward(model: nn.Module) -> nn.Module:
+    """Make `model(input_ids, labels=..., cu_seqlens=...)` return the sum of the token losses (float32 scalar).
+
+    input_ids and labels are int64 [B, T]; labels are already shifted, -100 is no target. cu_seqlens is int32 [N + 1],
+    the document bounds of a packed row (B = 1), or None. Calls without labels reach the model's own forward.
+
+    Raises:
+        UserError: a model whose loss this would not reproduce (see `check_loss_support`).
+    """
+    check_loss_support(model)
+    own_forward = model.forward
+
+    def forward(self: nn.Module, input_ids: Tensor, labels: Tensor | None = None, **kwargs) -> Tensor:
+        if labels is None:
+            return own_forward(input_ids, **kwargs)
+        return training_loss(self, input_ids, labels, **kwargs)
+
+    model.forward = types.MethodType(forward, model)
+    return model
+
+
+def training_loss(model: nn.Module, input_ids: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Sum of the losses over valid targets, auxiliary terms included; see `attach_training_forward`."""
+    hidden_states = model.get_decoder()(
+        input_ids=input_ids, use_cache=False, return_dict=True, **_packing_arguments(model, input_ids, cu_seqlens)
+    )[0]
+    head = model.get_output_embeddings()
+    if is_fla_model(model):
+        return _fla_loss(model.config, hidden_states, head, labels)
+    return fused_linear_cross_entropy_loss(
+        hidden_states.flatten(0, 1),
+        labels.flatten(),
+        head.weight,
+        head.bias,
+        ignore_index=IGNORE_INDEX,
+        reduction="sum",
+        logit_scale=_logit_scale(model.config),
+        logit_softcapping=getattr(model.config, "final_logit_softcapping", None),
+    )
+
+
+def check_loss_support(model: nn.Module) -> None:
+    """Refuse a model whose training loss is more than the cross entropy of its output projection.
+
+    Raises:
+        UserError: an encoder-decoder, a router loss, an output scaling that is not known here, no output projection.
+    """
+    config, name = model.config, type(model).__name__
+    if getattr(config, "is_encoder_decoder", False):
+        raise UserError(f"{name} is an encoder-decoder; flame trains decoder-only causal language models")
+    if getattr(model, "get_decoder", None) is None or model.get_decoder() in (None, model):
+        raise UserError(f"{name} has no decoder apart from its head (get_decoder); flame cannot compute its loss")
+    if not isinstance(model.get_output_embeddings(), nn.Linear):
+        raise UserError(f"{name} has no linear output projection (get_output_embeddings); flame cannot compute its loss")
+    if is_fla_model(model) and config.model_type == "mom" and config.aux_loss_scale:
+        raise UserError("mom adds a load-balancing loss, which flame does not have; set aux_loss_scale to 0 in its config")
+    if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0):
+        raise UserError(
+            f"{name} adds a router loss, which flame does not have; set output_router_logits to false in its config"
+        )
+    for key in _UNKNOWN_SCALINGS:
+        if getattr(config, key, None) not in (None, 1, 1.0):
+            raise UserError(f"{name} scales its logits by {key} = {getattr(config, key)}, which flame does not have")
+
+
+_UNKNOWN_SCALINGS = ("lm_head_multiplier", "output_multiplier_scale", "mup_width_multiplier", "dim_model_base")
+
+
+def is_fla_model(model: nn.Module) -> bool:
+    """Whether the model's class comes from flash-linear-attention (and takes cu_seqlens)."""
+    return any(cls.__module__.startswith("fla.") for cls in type(model).__mro__)
+
+
+def document_position_ids(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """Positions that restart at each document, int64 [1, num_tokens]; computed on cu_seqlens' device."""
+    position = torch.arange(num_tokens, device=cu_seqlens.device)
+    document = torch.searchsorted(cu_seqlens.long(), position, right=True) - 1
+    return (position - cu_seqlens.long()[document])[None]
+
+
+def _packing_arguments(model: nn.Module, input_ids: Tensor, cu_seqlens: Tensor | None) -> dict[str, Tensor]:
+    if cu_seqlens is None:
+        return {}
+    if is_fla_model(model):
+        return {"cu_seqlens": cu_seqlens}
+    # transformers finds the documents of a packed row by their restarting positions, and masks between them.
+    return {"position_ids": document_position_ids(cu_seqlens, input_ids.shape[1])}
+
+
+@torch.no_grad()
+def check_varlen_support(model: nn.Module, device: torch.device | str) -> None:
+    """Prove on two short packed documents that changing the first leaves the second's loss bit-equal.
+
+    Needs initialised weights and an attached training forward; under FSDP every rank must call it.
+
+    Raises:
+        UserError: the model does not keep packed documents apart.
+    """
+    vocab_size, length = model.config.vocab_size, 8
+    ids = torch.arange(2 * length, device=device)[None] % vocab_size
+    changed = ids.clone()
+    changed[:, :length] = (ids[:, :length] + 1 + vocab_size // 2) % vocab_size
+    labels = ids.masked_fill(torch.arange(2 * length, device=device) < length, IGNORE_INDEX)
+    cu_seqlens = torch.tensor([0, length, 2 * length], dtype=torch.int32, device=device)
+    was_training = model.training
+    model.eval()
+    losses = [model(x, labels=labels, cu_seqlens=cu_seqlens) for x in (ids, changed)]
+    model.train(was_training)
+    if not torch.equal(*losses):
+        raise UserError(
+            f"{type(model).__name__} mixes packed documents (the second's loss moves when the first changes); "
+            "turn training.varlen off, or use a model family that takes cu_seqlens"
+        )
+
+
+def _logit_scale(config) -> float:
+    scale = getattr(config, "logit_scale", None)
+    divisor = getattr(config, "logits_scaling", None)
+    return (1.0 if scale is None else scale) / (1.0 if divisor is None else divisor)
+
+
+def _fla_loss(config, hidden_states: Tensor, head: nn.Linear, labels: Tensor) -> Tensor:
+    from fla.modules import FusedCrossEntropyLoss, FusedLinearCrossEntropyLoss
+    from fla.modules.l2warp import l2_warp
+
+    use_l2warp = getattr(config, "use_l2warp", False)
+    # FLA divides the penalty by the number of tokens, for a mean loss; this sum is divided later, penalty included.
+    penalty = L2WARP_PENALTY * labels.numel()
+    if getattr(config, "fuse_linear_cross_entropy", False):
+        criterion = FusedLinearCrossEntropyLoss(
+            ignore_index=IGNORE_INDEX, reduction="sum", use_l2warp=use_l2warp, l2_penalty_factor=penalty
+        )
+        return criterion(hidden_states, labels, head.weight, head.bias)
+    logits = head(hidden_states)
+    flat = logits.flatten(0, 1)
+    if getattr(config, "fuse_cross_entropy", False):
+        loss = FusedCrossEntropyLoss(ignore_index=IGNORE_INDEX, reduction="sum")(flat, labels.flatten())
+    else:
+        loss = F.cross_entropy(flat.float(), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    return l2_warp(loss, logits, penalty) if use_l2warp else loss

@@ -1,0 +1,197 @@
+"""The delta rule and its gated form, chunked.
+
+Recurrence per head, with state S [K, V], log decay g_t (0 without gate) and writing strength b_t:
+
+    S_t = exp(g_t) S_{t-1} + k_t u_t^T,   u_t = b_t (v_t - (exp(g_t) S_{t-1})^T k_t),   o_t = scale * S_t^T q_t
+
+Sources: "Parallelizing Linear Transformers with the Delta Rule over Sequence Length" (arXiv:2406.06484) and "Gated
+Delta Networks" (arXiv:2412.06464). Within a chunk the u_t solve a unit lower triangular system (the WY form), so a
+chunk costs one batched triangular solve and a few matrix products. Decays enter only as exp of a sum of log decays
+between two positions, which is <= 0: nothing overflows however strong the decay.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flame.errors import UserError
+from flame.models.reference.norms import l2norm
+from flame.models.reference.packing import (
+    ChunkLayout,
+    compute_dtype,
+    document_lengths,
+    final_states,
+    initial_states,
+)
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    cp_context: object | None = None,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    chunk_size: int = 64,
+) -> tuple[Tensor, Tensor | None]:
+    """Gated delta rule over packed documents.
+
+    Args:
+        q, k: [B, T, H, K].
+        v: [B, T, HV, V]; HV a multiple of H: value head i reads query and key head i // (HV // H).
+        g: [B, T, HV] log decay, or with `use_gate_in_kernel` the input x of -exp(A_log) softplus(x + dt_bias).
+        beta: [B, T, HV] writing strength, or its logit with `use_beta_sigmoid_in_kernel` (doubled by
+            `allow_neg_eigval`, which lets eigenvalues reach -1, arXiv:2411.12537).
+        scale: factor of the output, K**-0.5 by default.
+        initial_state: [N, HV, K, V], or [N, HV, V, K] with `state_v_first`.
+        cu_seqlens: [N + 1] document bounds of one packed row; without it each row is a document.
+        cu_seqlens_cpu, chunk_indices: FLA's precomputed forms of `cu_seqlens`, not needed here.
+
+    Returns:
+        o [B, T, HV, V] in q's dtype, and the final states (float32, laid out like `initial_state`) or None.
+    """
+    if cp_context is not None:
+        raise UserError("the reference backend does not have context parallelism for the gated delta rule")
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        raise UserError("allow_neg_eigval needs use_beta_sigmoid_in_kernel")
+    if v.shape[2] % k.shape[2]:
+        raise UserError(f"{v.shape[2]} value heads is not a multiple of {k.shape[2]} key heads")
+    dtype = compute_dtype(q, k, v, g, beta)
+    g, beta = g.to(dtype), beta.to(dtype)
+    if use_gate_in_kernel:
+        g = decay_gate(g, A_log.to(dtype), None if dt_bias is None else dt_bias.to(dtype))
+    if use_beta_sigmoid_in_kernel:
+        beta = beta.sigmoid() * (2 if allow_neg_eigval else 1)
+    out_dtype = q.dtype
+    if use_qk_l2norm_in_kernel:
+        q, k = l2norm(q.to(dtype)), l2norm(k.to(dtype))
+    layout = ChunkLayout.build(document_lengths(*q.shape[:2], cu_seqlens), q.device, chunk_size)
+    num_groups = v.shape[2] // k.shape[2]
+
+    def to_chunks(x: Tensor) -> Tensor:  # [B, T, H or HV, ...] -> [num_chunks, HV, C, ...]
+        x = layout.pad(x.to(dtype).flatten(0, 1)).transpose(1, 2)
+        return x if x.shape[1] == v.shape[2] else x.repeat_interleave(num_groups, dim=1)
+
+    q_chunks = to_chunks(q) * (k.shape[-1] ** -0.5 if scale is None else scale)
+    state = initial_states(initial_state, layout, (v.shape[2], k.shape[3], v.shape[3]), state_v_first, like=q_chunks)
+    o, finished = _scan_chunks(q_chunks, *map(to_chunks, (k, v, g, beta)), state, layout.active)
+    o = layout.unpad(o.transpose(1, 2)).view_as(v).to(out_dtype)
+    return o, final_states(finished, layout, state_v_first) if output_final_state else None
+
+
+def fused_recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    beta: Tensor | None = None,
+    *args: Any,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`chunk_gated_delta_rule` behind the signature of FLA's recurrent kernel; g and beta default to 0 and 1."""
+    if gk is not None or gv is not None or args:
+        raise UserError("the reference backend has the gated delta rule with scalar decays (g) and keyword options only")
+    g = v.new_zeros(v.shape[:3]) if g is None else g
+    beta = v.new_ones(v.shape[:3]) if beta is None else beta
+    return chunk_gated_delta_rule(q, k, v, g, beta, **options)
+
+
+def chunk_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_size: int = 64,
+) -> tuple[Tensor, Tensor | None]:
+    """Delta rule without decay: `chunk_gated_delta_rule` with g = 0, states [N, H, K, V]."""
+    return chunk_gated_delta_rule(
+        q=q,
+        k=k,
+        v=v,
+        g=v.new_zeros(v.shape[:3]),
+        beta=v.new_ones(v.shape[:3]) if beta is None else beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        cu_seqlens=cu_seqlens,
+        chunk_size=chunk_size,
+    )
+
+
+fused_recurrent_delta_rule = chunk_delta_rule
+
+
+def decay_gate(x: Tensor, A_log: Tensor, dt_bias: Tensor | None) -> Tensor:
+    """Log decay -exp(A_log) softplus(x + dt_bias) of Mamba-2 (arXiv:2405.21060) and the gated delta net, [..., H]."""
+    return -A_log.exp() * F.softplus(x if dt_bias is None else x + dt_bias)
+
+
+def _scan_chunks(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, active: list[int]
+) -> tuple[Tensor, list[Tensor]]:
+    """Outputs of all chunks and the states of finished documents, first finished first.
+
+    Args:
+        q (scaled), k: [M, H, C, K]; v: [M, H, C, V]; g, beta: [M, H, C]; M chunks in `ChunkLayout` order.
+        state: [N, H, K, V] at the documents' starts.
+        active: documents with a chunk at each step.
+    """
+    dtype, chunk_size = q.dtype, q.shape[2]
+    # Differences of the cumulated decay are formed in float64: in float32 a strong decay early in the chunk (a sum of
+    # -1000 and more) would leave the later, weak ones with an absolute error of 1e-4 in the exponent.
+    total = g.double().cumsum(-1)  # [M, H, C], sum of log decays from the chunk's start through each token
+    from_start = total.to(dtype).exp()
+    to_end = (total[..., -1:] - total).to(dtype).exp()
+    ones = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=q.device)
+    between = (total[..., :, None] - total[..., None, :]).to(dtype)
+    between = between.masked_fill(ones.triu(1), -torch.inf).exp()  # [M, H, C, C], 0 above the diagonal
+
+    system = (k @ k.transpose(-1, -2) * between * beta[..., None]).tril(-1)
+    right = torch.cat([v * beta[..., None], k * (beta * from_start)[..., None]], dim=-1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    u_own, w = solved.split([v.shape[-1], k.shape[-1]], dim=-1)  # u = u_own - w S, S the state at the chunk's start
+    keys_to_end = (k * to_end[..., None]).transpose(-1, -2)
+    decay = from_start[..., -1, None, None]
+
+    states, writes, finished = [], [], []
+    inputs = zip(*(x.split(active) for x in (u_own, w, keys_to_end, decay)), strict=True)
+    for u_step, w_step, key_step, decay_step in inputs:
+        if len(u_step) < len(state):
+            finished.append(state[len(u_step) :])
+            state = state[: len(u_step)]
+        states.append(state)
+        write = u_step - w_step @ state
+        writes.append(write)
+        state = decay_step * state + key_step @ write
+    finished.append(state)
+    if not states:
+        return torch.zeros_like(v), finished
+    attention = q @ k.transpose(-1, -2) * between
+    o = (q * from_start[..., None]) @ torch.cat(states) + attention @ torch.cat(writes)
+    return o, finished
