@@ -14,7 +14,7 @@ from flame.checkpoint.dcp import read_tensors, tensor_metadata
 from flame.checkpoint.hf_weights import HFWeights, load_hf_tensors, read_vocab_size
 from flame.checkpoint.manager import read_train_state
 from flame.checkpoint.manifest import reading
-from flame.checkpoint.matching import grown_rows, match_names
+from flame.checkpoint.matching import match_names, sizes_of
 from flame.checkpoint.names import MODEL, OPTIMIZER
 from flame.checkpoint.ranks import Ranks
 from flame.checkpoint.sources import MODEL_CONFIG, StepSource, find_source
@@ -72,7 +72,8 @@ def _load_step(
 ) -> dict[str, Any]:
     sizes = {name: entry.size for name, entry in tensor_metadata(source.metadata).items()}
     vocab = read_vocab_size(source.run / MODEL_CONFIG)
-    filled = match_names(wanted, sizes, exclude, True, str(source.folder), vocab, tuple(tied))
+    names = match_names(sizes_of(wanted), sizes, str(source.folder), exclude, stored_vocab=vocab, ignore=tied)
+    filled = {name: wanted[name] for name in names}
     _report(wanted, filled, sizes, ranks)
     if source.manifest is None:
         read_tensors(source.folder, filled, source.metadata, ranks.group)
@@ -93,7 +94,9 @@ def _load_hf_folder(
 ) -> None:
     weights = ranks.together(lambda: HFWeights(folder))
     sizes = {MODEL + name: size for name, size in weights.sizes.items()}
-    filled = match_names(wanted, sizes, exclude, True, str(folder), weights.vocab_size(), tuple(tied))
+    vocab = weights.vocab_size()
+    names = match_names(sizes_of(wanted), sizes, str(folder), exclude, stored_vocab=vocab, ignore=tied)
+    filled = {name: wanted[name] for name in names}
     _report(wanted, filled, sizes, ranks)
     ranks.together(lambda: load_hf_tensors(weights, filled, MODEL))
 
@@ -104,7 +107,7 @@ def _report(
     """Say what keeps its initial values."""
     if not ranks.is_main:
         return
-    for name in grown_rows(filled, sizes):
+    for name in (name for name, tensor in filled.items() if tensor.size() != sizes[name]):
         logger.info(
             "%s has %d rows, %d of them from the source; the others keep their initial values",
             name,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from flame.checkpoint.manifest import (
     write_json,
     write_manifest,
 )
-from flame.checkpoint.matching import match_names
+from flame.checkpoint.matching import match_names, sizes_of
 from flame.checkpoint.names import MODEL, OPTIMIZER
 from flame.checkpoint.ranks import Ranks
 from flame.errors import UserError
@@ -81,6 +81,7 @@ class CheckpointManager:
         train_state: Mapping[str, Any],
         weights_only: bool = False,
         export_dtype: str | None = None,
+        fetch: Callable[[str], torch.Tensor] | None = None,
     ) -> Path:
         """Save a checkpoint; on return it is complete, on the disk and visible, and older ones beyond k are gone.
 
@@ -90,6 +91,7 @@ class CheckpointManager:
             train_state: everything else, as plain JSON data (rank 0's is saved).
             weights_only: leave the optimizer out.
             export_dtype: "float32", "float16" or "bfloat16" for the weights of a weights-only checkpoint.
+            fetch: gives a tensor when it is written, so that ``tensors`` may be on the meta device.
 
         Returns:
             The folder ``step-N``.
@@ -101,7 +103,7 @@ class CheckpointManager:
         self._clean()
         staged = self._stage(step, tensors, train_state, weights_only, export_dtype)
         try:
-            manifest = self._write(staged)
+            manifest = self._write(staged, fetch)
             self._publish(manifest)
         except (RuntimeError, OSError, UserError) as error:
             self._discard(step)
@@ -174,7 +176,8 @@ class CheckpointManager:
         with reading(folder):
             metadata = self.ranks.together(lambda: read_metadata(folder))
             sizes = {name: entry.size for name, entry in tensor_metadata(metadata).items()}
-            matched = match_names(tensors, sizes, exclude, strict, source=str(folder))
+            names = match_names(sizes_of(tensors), sizes, str(folder), exclude, strict)
+            matched = {name: tensors[name] for name in names}
             if self.ranks.is_main and _any_under(tensors, OPTIMIZER) and not _any_under(matched, OPTIMIZER):
                 logger.warning("no optimizer state is taken from %s: the optimizer starts fresh", folder)
             read_tensors(folder, matched, metadata, self.ranks.group)
@@ -208,11 +211,11 @@ class CheckpointManager:
         check_plain(state, "train_state")
         return Staged(step, chosen, state, dtype)
 
-    def _write(self, staged: Staged) -> Manifest:
+    def _write(self, staged: Staged, fetch: Callable[[str], torch.Tensor] | None) -> Manifest:
         """Write everything but the manifest into the hidden folder, every file synced."""
         folder = self.ranks.on_main(lambda: folders.start_writing(self.folder, staged.step))
         self.ranks.together(lambda: _check_shared(folder, self.folder))
-        write_tensors(folder, staged.tensors, self.ranks.group)
+        write_tensors(folder, staged.tensors, self.ranks.group, fetch=fetch)
         self.ranks.on_main(lambda: write_json(folder / TRAIN_STATE, staged.train_state))
         return Manifest(
             step=staged.step,

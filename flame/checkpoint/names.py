@@ -51,6 +51,47 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return tied
 
 
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """State of an optimizer under its checkpoint names, such as ``optimizer.lm_head.weight.exp_avg``.
+
+    Empty before the first step: call ``create_optimizer_state`` first when the state is to be loaded.
+
+    Raises:
+        UserError: a state entry is not a tensor.
+    """
+    names = {id(parameter): clean_fqn(name) for name, parameter in model.named_parameters()}
+    tensors: dict[str, torch.Tensor] = {}
+    for parameter, slots in optimizer.state.items():
+        for slot, value in slots.items():
+            if not isinstance(value, torch.Tensor):
+                raise UserError(
+                    f"the optimizer keeps {slot!r} of {names[id(parameter)]} as {type(value).__name__}; "
+                    "a checkpoint holds tensors only: use an optimizer whose state is made of tensors"
+                )
+            tensors[f"{OPTIMIZER}{names[id(parameter)]}.{slot}"] = value
+    return tensors
+
+
+@torch.no_grad()
+def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make an optimizer allocate its state without moving a parameter, so that a checkpoint can be loaded into it.
+
+    Learning rate 0 and zero gradients leave the parameters as they are, bit for bit, under AdamW, Adam and SGD.
+    Gradients are None afterwards. The values of the state (step 1 among them) are meant to be overwritten; drop them
+    with ``optimizer.state.clear()`` otherwise.
+    """
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
 def is_excluded(key: str, exclude: Sequence[str]) -> bool:
     """Whether a checkpoint name falls under an entry of ``checkpoint.exclude_from_loading``.
 

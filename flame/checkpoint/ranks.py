@@ -60,7 +60,7 @@ class Ranks:
         return box[0].value
 
     def together(self, function: Callable[[], T]) -> T:
-        """Run ``function`` on every rank and return the rank's own value, or one error that names the ranks. Collective.
+        """Run ``function`` on every rank and return the rank's own value, or one error naming the ranks. Collective.
 
         Only errors travel, so the value may be large.
         """

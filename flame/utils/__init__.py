@@ -1,0 +1,1 @@
+"""The documented commands that go with training: ``python -m flame.utils.NAME``."""
