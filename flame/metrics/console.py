@@ -9,6 +9,7 @@ import sys
 
 LOGGER_NAME = "flame"
 HANDLER_NAME = "flame-console"
+TORCHRUN_PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 
 DIM, CYAN, GREEN, YELLOW, RED = "2", "36", "32", "33", "31"
 LEVEL_COLORS = {logging.WARNING: YELLOW, logging.ERROR: RED, logging.CRITICAL: RED}
@@ -18,7 +19,8 @@ def setup_logging(rank: int = 0, local_rank: int = 0, *, color: bool = True) -> 
     """Send the ``flame`` loggers (``logging.getLogger(__name__)`` in every module) to standard output.
 
     The local ranks named in the environment variable ``LOG_RANK`` ("0" or "0,3"; 0 by default) write everything, the
-    others warnings and errors only. A line tells its rank where more than one may write or the writer is not rank 0.
+    others warnings and errors only. A line tells its rank where more than one may write or the writer is not rank 0,
+    unless torchrun was told to put something before every line itself.
 
     Args:
         rank: of this process among all.
@@ -27,7 +29,7 @@ def setup_logging(rank: int = 0, local_rank: int = 0, *, color: bool = True) -> 
             never when ``NO_COLOR`` is.
     """
     log_ranks = _log_ranks()
-    shows_rank = rank != 0 or len(log_ranks) > 1
+    shows_rank = (rank != 0 or len(log_ranks) > 1) and TORCHRUN_PREFIX not in os.environ
     handler = logging.StreamHandler(sys.stdout)
     handler.name = HANDLER_NAME
     handler.setFormatter(ConsoleFormatter(rank if shows_rank else None, color and has_colors(sys.stdout)))

@@ -18,7 +18,8 @@ ROW = {
 
 
 @pytest.fixture(autouse=True)
-def restore_logger():
+def restore_logger(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", raising=False)
     logger = logging.getLogger("flame")
     state = logger.handlers[:], logger.level, logger.propagate
     yield
@@ -78,6 +79,13 @@ def test_log_rank_chooses_who_writes(monkeypatch, capsys):
     setup_logging(rank=3, local_rank=3)
     logging.getLogger("flame").info("third")
     assert "[rank 3] third" in capsys.readouterr().out
+
+
+def test_rank_is_not_said_twice_under_torchrun(monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")
+    setup_logging(rank=1, local_rank=1)
+    logging.getLogger("flame").warning("trouble")
+    assert "rank" not in capsys.readouterr().out
 
 
 def test_no_colors_off_a_terminal(monkeypatch, capsys):
