@@ -86,6 +86,5 @@ def _open_writers(
         folder = dump_folder / metrics.save_tb_folder
         writers.append(TensorBoardWriter(folder / f"rank_{rank}" if metrics.save_for_all_ranks else folder, last_step))
     if metrics.enable_wandb:
-        writers.append(WandbWriter(dump_folder, asdict(config), rank))
-        logger.info("W&B run %s", writers[-1].id)
+        writers.append(WandbWriter(dump_folder, asdict(config), rank, last_step))
     return writers

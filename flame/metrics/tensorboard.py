@@ -37,7 +37,7 @@ def trim_events(folder: Path, last_step: int) -> int:
     file that would keep no scalar goes away.
     """
     changed = 0
-    for path in sorted(folder.glob("events.out.tfevents.*"), key=lambda path: path.stat().st_mtime, reverse=True):
+    for path in sorted(folder.glob("events.out.tfevents.*"), key=_age, reverse=True):
         end, has_scalars = _end_of_step(path, last_step)
         if not has_scalars:
             path.unlink()
@@ -49,6 +49,12 @@ def trim_events(folder: Path, last_step: int) -> int:
         if has_scalars:
             break
     return changed
+
+
+def _age(path: Path) -> tuple[int, float]:
+    """When a file was begun: its name tells the second, even after a copy of the folder; then the file system."""
+    begun = path.name.split(".")[3]
+    return int(begun) if begun.isdigit() else 0, path.stat().st_mtime
 
 
 def _end_of_step(path: Path, last_step: int) -> tuple[int, bool]:

@@ -19,14 +19,14 @@ class WandbWriter:
 
     The run's id stands in ``{dump_folder}/wandb_run_id`` (or in ``WANDB_RUN_ID``), so that a restarted job goes on
     with the same run, offline too. ``WANDB_PROJECT`` ("flame" by default), ``WANDB_NAME``, ``WANDB_MODE`` and the other
-    ``WANDB_*`` variables act as W&B documents them. W&B takes each step once: those that a restart trains again keep
-    their first values there.
+    ``WANDB_*`` variables act as W&B documents them. W&B takes each step once: those that it holds already and that a
+    restart trains again keep their first values there.
 
     Raises:
         UserError: wandb is not installed, or the run cannot be started (not logged in, no network).
     """
 
-    def __init__(self, dump_folder: str | Path, job_config: dict, rank: int = 0):
+    def __init__(self, dump_folder: str | Path, job_config: dict, rank: int = 0, last_step: int = 0):
         dump_folder = Path(dump_folder).resolve()
         try:
             import wandb
@@ -51,6 +51,8 @@ class WandbWriter:
                 "WANDB_MODE=offline keeps the data for a later `wandb sync`; --no-metrics.enable_wandb turns it off"
             ) from error
         self._failed = False
+        self._first_new_step = self._run.starting_step  # 0 for a new run, and always when offline
+        self._report_start(dump_folder, last_step)
 
     @property
     def id(self) -> str:
@@ -58,7 +60,7 @@ class WandbWriter:
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
         """Send ``scalars`` (tag -> value). The first failure is reported and ends the sending, not the training."""
-        if self._failed:
+        if self._failed or step < self._first_new_step:
             return
         try:
             self._run.log(scalars, step=step)
@@ -73,6 +75,16 @@ class WandbWriter:
 
     def close(self) -> None:
         self._run.finish()
+
+    def _report_start(self, dump_folder: Path, last_step: int) -> None:
+        logger.info("W&B run %s", self.id)
+        if self._first_new_step > last_step + 1:
+            logger.info(
+                "W&B run %s holds steps up to %d already and gets only later ones; remove %s to begin a new run",
+                self.id,
+                self._first_new_step - 1,
+                dump_folder / ID_FILE,
+            )
 
 
 def run_id(dump_folder: Path, rank: int = 0) -> str:

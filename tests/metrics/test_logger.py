@@ -1,4 +1,6 @@
 import logging
+import subprocess
+import sys
 
 import pytest
 
@@ -32,6 +34,30 @@ def test_rows_go_to_jsonl_and_console(tmp_path, caplog):
     assert list(read_rows(tmp_path / "metrics.jsonl")) == [make_row(1), make_row(2)]
     assert "step  2/20" in caplog.text and "eta 9s" in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+KILLED_RUN = """
+import os, signal, sys
+from flame.config import JobConfig
+from flame.metrics.logger import MetricLogger
+config = JobConfig()
+config.metrics.enable_tensorboard = True
+metric_logger = MetricLogger(config, sys.argv[1])
+for step in range(1, 8):
+    metric_logger.log({"step": step, "loss": 1 / step})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_killed_run_loses_no_row_and_resumes_without_a_gap(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    killed = subprocess.run([sys.executable, "-c", KILLED_RUN, str(tmp_path)], capture_output=True)
+    assert killed.returncode == -9
+    log_steps(make_config(enable_tensorboard=True), tmp_path, range(7, 9), last_step=6)
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == list(range(1, 9))
+    events = EventAccumulator(str(tmp_path / "tb")).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 9))
 
 
 def test_resume_trims_every_outlet(tmp_path):

@@ -52,6 +52,24 @@ def test_start_that_fails_says_what_to_do(tmp_path, monkeypatch):
         WandbWriter(tmp_path, {})
 
 
+def test_steps_that_wandb_holds_are_not_sent_again(tmp_path, monkeypatch, caplog):
+    sent = []
+
+    class OnlineRun:
+        id, starting_step = "abc", 8
+
+        def log(self, scalars, step):
+            sent.append(step)
+
+    monkeypatch.setattr(wandb, "init", lambda **options: OnlineRun())
+    with caplog.at_level(logging.INFO, logger="flame"):
+        writer = WandbWriter(tmp_path, {}, last_step=5)
+        for step in range(6, 11):
+            writer.write(step, {"train/loss": 1.0})
+    assert sent == [8, 9, 10]
+    assert "holds steps up to 7" in caplog.text
+
+
 def test_failure_in_the_run_is_reported_once_and_training_goes_on(tmp_path, monkeypatch, caplog):
     writer = WandbWriter(tmp_path, {})
 
