@@ -1,0 +1,147 @@
+"""Starts a run: checks the job, then trains in this process, or with torchrun in several, and returns the exit code.
+
+Standard library only until the job is known to be right, so that its faults come within a moment.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+from importlib import import_module
+from pathlib import Path
+
+from flame import cli, exit_codes
+from flame.config import JobConfig
+from flame.errors import UserError
+from flame.layout import Layout, free_port, read_layout, threads_per_process
+from flame.versions import check_versions
+
+DEMO = ["--job.config_file", "configs/debug.toml"]
+TRAINER = "flame.train"
+
+
+def main(argv: list[str], trainer: str = TRAINER) -> int:
+    """Run a job and return its exit code (``flame.exit_codes``).
+
+    ``trainer`` is the module whose ``main(argv)`` trains and returns the code.
+    """
+    if cli.wants_help(argv):
+        return cli.main(argv)
+    if not argv:
+        print(f"flame: no options given: this is the demo, {DEMO[1]}", flush=True)
+        argv = DEMO
+    try:
+        config = cli.parse_args(argv)
+        check_versions()
+        layout = read_layout(os.environ)
+        _check_layout(config, layout)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return exit_codes.USER_ERROR
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_process(layout)))
+    if layout.world_size == 1:
+        return run_here(argv, layout, trainer)
+    return run_with_torchrun(argv, config, layout, trainer)
+
+
+def run_here(argv: list[str], layout: Layout, trainer: str = TRAINER) -> int:
+    """Train in this process, as rank 0 of one: Python and torch start once."""
+    os.environ.update(
+        RANK="0",
+        LOCAL_RANK="0",
+        WORLD_SIZE="1",
+        LOCAL_WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(layout.master_port or free_port()),
+    )
+    return import_module(trainer).main(argv)
+
+
+def run_with_torchrun(argv: list[str], config: JobConfig, layout: Layout, trainer: str = TRAINER) -> int:
+    """Train in ``layout.processes_per_node`` processes of this machine, with a log of each in the run folder.
+
+    SIGTERM, SIGINT and SIGUSR1 reach every process, which then has ``checkpoint.preempt_timeout_seconds`` to save.
+    The code returned is that of the process that failed first.
+    """
+    # Imported late: it imports torch.
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(config.checkpoint.preempt_timeout_seconds)
+    # What torchrun says of a failed process is said below, in one line and with the place of its log.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # torchrun hands SIGTERM on to its processes but dies of SIGUSR1, and leaves them behind.
+    signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+
+    with tempfile.TemporaryDirectory(prefix="flame_") as exit_folder:
+        log_folder = Path(config.job.dump_folder) / "logs"
+        try:
+            torchrun.main([*torchrun_options(log_folder, layout), "-m", "flame.worker", exit_folder, trainer, *argv])
+        except ChildFailedError as error:
+            rank, failure = _first_failure(error.failures, Path(exit_folder))
+            code = failure.exitcode if failure.exitcode > 0 else exit_codes.KILLED - failure.exitcode
+            _report_failure(rank, failure.local_rank, code, log_folder, layout)
+            return code
+        except SignalException as error:
+            codes = [int(path.read_text()) for path in Path(exit_folder).iterdir()]
+            return max(codes, default=exit_codes.KILLED + error.sigval)
+    return exit_codes.OK
+
+
+def torchrun_options(log_folder: Path, layout: Layout) -> list[str]:
+    """torchrun's own options: where the processes meet, and where their output goes."""
+    return [
+        f"--nnodes={layout.num_nodes}",
+        f"--nproc-per-node={layout.processes_per_node}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={layout.master_addr}:{layout.master_port}",
+        f"--rdzv-id={os.environ.get('SLURM_JOB_ID', 'flame')}",
+        f"--log-dir={log_folder}",
+        "--tee=3",
+        f"--local-ranks-filter={layout.shown_ranks}",
+    ]
+
+
+def _check_layout(config: JobConfig, layout: Layout) -> None:
+    degree = config.training.data_parallel_shard_degree
+    if degree not in (-1, layout.world_size):
+        raise UserError(
+            f"--training.data_parallel_shard_degree = {degree}: this version shards over all processes; "
+            f"there are {layout.world_size} (NNODE * NGPU): set it to -1 or {layout.world_size}"
+        )
+
+
+def _first_failure(failures: dict, exit_folder: Path) -> tuple:
+    """The rank that failed first, and how; the others fail because of it, often within the same moment.
+
+    A process killed by a signal of its own (torchrun ends the others with SIGTERM) leaves no exit code behind; of
+    those that do, the oldest note counts.
+    """
+    for rank, failure in failures.items():
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+            return rank, failure
+    notes = {int(path.name): path.stat().st_mtime_ns for path in exit_folder.iterdir()}
+    return min(failures.items(), key=lambda item: notes.get(item[1].local_rank, float("inf")))
+
+
+def _report_failure(rank: int, local_rank: int, code: int, log_folder: Path, layout: Layout) -> None:
+    """Say which rank failed and where its log is, with the log's end when the console has not shown that rank."""
+    logs = max(log_folder.glob("*/attempt_*"), key=lambda folder: folder.stat().st_mtime)
+    print(f"flame: rank {rank} ended with exit code {code}; the logs of all ranks: {logs}", file=sys.stderr)
+    if str(local_rank) not in layout.shown_ranks.split(","):
+        last_lines = (logs / str(local_rank) / "stderr.log").read_text(errors="replace").splitlines()[-30:]
+        print("\n".join(f"[rank {rank}] {line}" for line in last_lines), file=sys.stderr)
+
+
+def entry() -> None:
+    """The ``flame-train`` command."""
+    sys.exit(main(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    entry()
