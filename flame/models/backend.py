@@ -64,9 +64,10 @@ _FUNCTIONS: tuple[tuple[str, str, str], ...] = (
     ("fla.modules.fused_linear_cross_entropy", "fused_linear_cross_entropy_loss", "cross_entropy"),
 )
 # Methods that themselves refuse or launch kernels, whatever functions their module binds.
+_CROSS_ENTROPY = "fla.modules.fused_cross_entropy"
 _METHODS: tuple[tuple[str, str, str, str], ...] = (
     # Asserts that its tensors are on an accelerator before calling cross_entropy_loss.
-    ("fla.modules.fused_cross_entropy", "FusedCrossEntropyLoss", "forward", "cross_entropy:cross_entropy_module_forward"),
+    (_CROSS_ENTROPY, "FusedCrossEntropyLoss", "forward", "cross_entropy:cross_entropy_module_forward"),
 )
 # Layers that import flash_attn at the top and raise without it; only the first serves the reference families.
 _ATTENTION_MODULES = ("fla.layers.attn", "fla.layers.bitattn", "fla.layers.mla", "fla.layers.rodimus")
@@ -145,7 +146,8 @@ def check_supported(config: Any, backend: str) -> None:
         return
     raise UserError(
         f"the reference backend does not have the operators of model_type {config.model_type!r}; "
-        f"it runs {', '.join(REFERENCE_FAMILIES)} and models native to transformers. Use a GPU with model.backend triton"
+        f"it runs {', '.join(REFERENCE_FAMILIES)} and models native to transformers. "
+        "Use a GPU and model.backend = 'triton'"
     )
 
 

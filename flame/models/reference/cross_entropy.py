@@ -98,16 +98,19 @@ def fused_linear_cross_entropy_loss(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Computes the gradients with the loss, so that only a block's logits exist at a time.
-
-    Only one block's [rows, V] logits live at once, and they are never recomputed in backward.
-    """
+    """Computes the gradients with the loss: only one block's logits [rows, V] exist at a time, and none is recomputed."""
 
     BLOCK_ELEMENTS = 1 << 22  # logits a block: 16 MiB in float32
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, num_valid: Tensor | None, options: tuple
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        num_valid: Tensor | None,
+        options: tuple,
     ) -> Tensor:
         dtype = compute_dtype(x)
         block = max(1, _LinearCrossEntropy.BLOCK_ELEMENTS // weight.shape[0])
@@ -122,7 +125,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             loss, grad = _loss_and_gradient(logits.to(dtype), target[rows], factor, *options)
             loss_sum += loss
             grad_x[rows] = grad.to(x.dtype) @ weight
-            grad_weight.addmm_(grad.t(), x[rows].to(dtype))
+            _add_product(grad_weight, grad, x[rows])
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
         ctx.save_for_backward(grad_x, grad_weight.to(weight.dtype), None if bias is None else grad_bias.to(bias.dtype))
@@ -132,6 +135,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple:
         grads = (None if saved is None else saved * grad.to(saved.dtype) for saved in ctx.saved_tensors)
         return *grads, None, None, None
+
+
+def _add_product(total: Tensor, grad: Tensor, x: Tensor) -> None:
+    """total [V, D] += grad^T x, accumulated in total's dtype."""
+    if x.is_cuda and x.dtype in (torch.float16, torch.bfloat16):
+        # Half-precision operands with a float32 result run on the tensor cores; float32 operands would not.
+        total += torch.mm(grad.to(x.dtype).t(), x, out_dtype=total.dtype)
+    else:
+        total.addmm_(grad.t(), x.to(total.dtype))
 
 
 def _loss_and_gradient(
@@ -156,7 +168,7 @@ def _loss_and_gradient(
     grad = log_probs.exp_()
     grad -= label_smoothing / logits.shape[1]
     grad.scatter_add_(1, picked, torch.full_like(picked, -(1 - label_smoothing), dtype=grad.dtype))
-    grad *= torch.where(valid, factor * logit_scale, 0.0)[:, None]
+    grad *= (valid.to(grad.dtype) * (factor * logit_scale))[:, None]
     if logit_softcapping is not None:
         grad *= 1 - (shaped / logit_softcapping).square()
     if largest is not None:

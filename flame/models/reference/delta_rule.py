@@ -109,7 +109,7 @@ def fused_recurrent_gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """`chunk_gated_delta_rule` behind the signature of FLA's recurrent kernel; g and beta default to 0 and 1."""
     if gk is not None or gv is not None or args:
-        raise UserError("the reference backend has the gated delta rule with scalar decays (g) and keyword options only")
+        raise UserError("the reference gated delta rule has scalar decays (g) and takes its options by keyword only")
     g = v.new_zeros(v.shape[:3]) if g is None else g
     beta = v.new_ones(v.shape[:3]) if beta is None else beta
     return chunk_gated_delta_rule(q, k, v, g, beta, **options)
