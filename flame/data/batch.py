@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from flame.data.pack import Sequence
+from flame.data.pack import IGNORE_INDEX, Sequence
 
 
 @dataclass
@@ -29,6 +29,17 @@ class Batch:
     cu_seqlens: torch.Tensor | None = None
     numbers: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
+
+    @property
+    def num_valid(self) -> int:
+        """Number of targets that count in the loss."""
+        return int((self.labels != IGNORE_INDEX).sum())
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on a device; from page-locked memory the host does not wait for the copy."""
+        cu_seqlens = None if self.cu_seqlens is None else self.cu_seqlens.to(device, non_blocking=True)
+        input_ids, labels = (each.to(device, non_blocking=True) for each in (self.input_ids, self.labels))
+        return Batch(input_ids, labels, cu_seqlens, self.numbers, self.digests)
 
     def pin_memory(self) -> Batch:
         """The same batch in page-locked memory."""

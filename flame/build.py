@@ -1,0 +1,167 @@
+"""Build a run from its config: devices, data, model, optimizer, checkpoints, metrics, in the order they depend on."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from flame.checkpoint.artifacts import save_run_artifacts
+from flame.checkpoint.manager import CheckpointManager
+from flame.config import JobConfig
+from flame.data.loader import build_dataloader
+from flame.data.loading import local_leader_first
+from flame.data.tokenize import load_tokenizer
+from flame.job_file import to_toml
+from flame.metrics.console import setup_logging
+from flame.metrics.env import write_env
+from flame.metrics.logger import MetricLogger
+from flame.metrics.meter import StepMeter
+from flame.models import BuiltModel, build_model, find_blocks, init_weights, load_model_config
+from flame.models.backend import check_supported, setup_backend
+from flame.models.flops import FlopCounter, num_parameters
+from flame.models.loss import attach_training_forward, check_varlen_support, is_fla_model
+from flame.optimizer import build_optimizer
+from flame.parallel.distributed import Distributed, init_distributed
+from flame.parallel.fsdp import shard_model
+from flame.profiling import Profiler
+from flame.restore import restore
+from flame.run import Run
+from flame.runtime import GarbageCollector, has_fast_bfloat16, set_determinism
+
+logger = logging.getLogger(__name__)
+
+
+def build_run(config: JobConfig) -> Run:
+    """Set everything up and load what the run goes on from.
+
+    Raises:
+        UserError: the job cannot run as configured; the message says what to change.
+    """
+    dist = init_distributed(config.comm, config.job.dump_folder)
+    setup_logging(dist.rank, dist.local_rank, color=not config.metrics.disable_color_printing)
+    set_determinism(config.training.deterministic)
+
+    tokenizer = load_tokenizer(config.model.tokenizer_path, config.model.trust_remote_code)
+    backend = setup_backend(
+        config.model.backend,
+        dist.device.type,
+        config.model.attention_backend,
+        config.training.context_len if config.training.varlen else config.training.seq_len,
+    )
+    model_config = load_model_config(config.model, tokenizer)
+    check_supported(model_config, backend)
+    prepare = local_leader_first(dist.is_local_main, dist.long_barrier)
+    data = build_dataloader(config, tokenizer, dist.rank, dist.world_size, prepare)
+    built = build_model(model_config, config.model.trust_remote_code)
+    if dist.is_main:
+        write_run_folder(config, model_config, tokenizer, dist.world_size)
+        describe_job(config, built, backend, dist)
+
+    model = shard_and_initialise(config, built, dist)
+    optimizer = build_optimizer(model, config.optimizer, built.no_decay)
+    checkpoints = build_checkpoints(config)
+    step, state = restore(config, model, optimizer, data, checkpoints)
+
+    return Run(
+        config=config,
+        dist=dist,
+        tokenizer=tokenizer,
+        model_config=model_config,
+        model=model,
+        optimizer=optimizer,
+        data=data,
+        flops=FlopCounter(model_config),
+        checkpoints=checkpoints,
+        metrics=MetricLogger(config, config.job.dump_folder, rank=dist.rank, last_step=step),
+        meter=StepMeter(dist.device, dist.world_size, **state.get("meter", {})),
+        profiler=Profiler(config.profiling, config.job.dump_folder, dist.device, dist.rank, last_step=step),
+        gc=GarbageCollector(config.training.gc_freq),
+        step=step,
+        saved_step=step if state else -1,
+    )
+
+
+def write_run_folder(config: JobConfig, model_config: PretrainedConfig, tokenizer, world_size: int) -> None:
+    """Write what explains a run: the resolved job, the effective model config, the tokenizer, the environment."""
+    folder = Path(config.job.dump_folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    save_run_artifacts(folder, model_config, tokenizer)
+    write_env(folder, world_size)
+
+
+def shard_and_initialise(config: JobConfig, built: BuiltModel, dist: Distributed) -> nn.Module:
+    """Shard the meta model, give it memory on this rank's device and set every weight and buffer."""
+    training = config.training
+    model = attach_training_forward(built.model)
+    blocks = find_blocks(model)
+    shard_model(
+        model,
+        blocks,
+        dist.mesh,
+        param_dtype=compute_dtype(training.mixed_precision_param, dist.device),
+        reduce_dtype=training.mixed_precision_reduce,
+        reshard_after_forward=training.fsdp_reshard_after_forward,
+    )
+    logger.info("FSDP: %d blocks, each its own unit, over %d ranks", len(blocks), dist.world_size)
+    model.to_empty(device=dist.device)
+    init_weights(model, built.recipe, training.seed, built.tied)
+    if config.model.print_after_conversion:
+        logger.info("%s", model)
+    if training.varlen and not is_fla_model(model):
+        check_varlen_support(model, dist.device)
+    return model.train()
+
+
+def compute_dtype(choice: str, device: torch.device) -> str:
+    """The dtype to compute in: ``auto`` is bfloat16 where the device is fast at it, else float32."""
+    if choice != "auto":
+        return choice
+    return "bfloat16" if has_fast_bfloat16(device) else "float32"
+
+
+def build_checkpoints(config: JobConfig) -> CheckpointManager | None:
+    """The run's checkpoint folder, or None with checkpoints turned off."""
+    section = config.checkpoint
+    if not section.enable_checkpoint:
+        return None
+    folder = Path(config.job.dump_folder) / section.folder
+    return CheckpointManager(folder, section.keep_latest_k, verify=section.verify)
+
+
+def describe_job(config: JobConfig, built: BuiltModel, backend: str, dist: Distributed) -> None:
+    """Log what is about to be trained, so that a wrong job is seen before it costs anything."""
+    training = config.training
+    if config.job.description:
+        logger.info("%s", config.job.description)
+    if config.job.print_args:
+        logger.info("options:\n%s", to_toml(config))
+    num_sequences = training.batch_size * training.gradient_accumulation_steps * dist.world_size
+    logger.info(
+        "%s: %.1fM parameters, %s operators, %s compute on %d x %s",
+        built.model.config.model_type,
+        num_parameters(built.model) / 1e6,
+        backend,
+        compute_dtype(training.mixed_precision_param, dist.device),
+        dist.world_size,
+        dist.device.type,
+    )
+    logger.info(
+        "%d steps of %d sequences x %d tokens = %s tokens a step, %s in all",
+        training.steps,
+        num_sequences,
+        training.seq_len,
+        f"{num_sequences * training.seq_len:,}",
+        f"{training.steps * num_sequences * training.seq_len:,}",
+    )
+    logger.info("no weight decay on %d parameters: %s", len(built.no_decay), summarise(built.no_decay))
+
+
+def summarise(names: frozenset[str]) -> str:
+    """Parameter names with their block numbers folded: ``model.layers.*.attn_norm.weight``."""
+    folded = {".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names}
+    return ", ".join(sorted(folded))

@@ -1,0 +1,50 @@
+"""The end of a run: the model in Hugging Face format, a loss curve, and a sample from the reloaded model."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from flame.checkpoint.to_hf import convert_dcp_to_hf
+from flame.errors import UserError
+from flame.metrics.report import write_report
+from flame.run import Run
+
+logger = logging.getLogger(__name__)
+
+
+def finish_run(run: Run) -> None:
+    """Export the last checkpoint, draw the loss curve and print a sample, on the main rank while the others wait."""
+    if run.dist.is_main:
+        write_report([run.dump_folder])
+        if run.config.checkpoint.export_hf:
+            export(run)
+    run.dist.long_barrier()
+
+
+def export(run: Run) -> None:
+    """Write the newest checkpoint to the run folder's root in Hugging Face format, and sample from it if asked to."""
+    if run.checkpoints is None:
+        logger.warning("no model in Hugging Face format: it is made from a checkpoint, and checkpoints are turned off")
+        return
+    section = run.config.checkpoint
+    convert_dcp_to_hf(run.dump_folder / section.folder, step=run.saved_step, output=run.dump_folder)
+    if run.config.job.sample_prompt:
+        logger.info("a sample of the reloaded model:\n%s", sample(run))
+
+
+@torch.no_grad()
+def sample(run: Run) -> str:
+    """Reload the exported folder and continue ``job.sample_prompt``, most likely token first."""
+    job = run.config.job
+    tokenizer = AutoTokenizer.from_pretrained(run.dump_folder)
+    model = AutoModelForCausalLM.from_pretrained(run.dump_folder).to(run.dist.device).eval()
+    input_ids = tokenizer(job.sample_prompt, return_tensors="pt").input_ids.to(run.dist.device)  # [1, T]
+    if input_ids.shape[1] == 0:
+        raise UserError(f"job.sample_prompt = {job.sample_prompt!r}: the tokenizer makes no token of it")
+    output = model.generate(
+        input_ids, max_new_tokens=job.sample_tokens, do_sample=True, temperature=0.8, top_k=40, pad_token_id=0
+    )
+    return tokenizer.decode(output[0], skip_special_tokens=True)

@@ -1,0 +1,138 @@
+"""The process group, this process's place in it, and the few collectives the training loop needs."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from flame.config import Comm
+from flame.errors import UserError
+
+
+PREPARATION_TIMEOUT = timedelta(hours=24)  # downloading and converting a dataset on each node's first rank
+
+
+@dataclass(frozen=True)
+class Distributed:
+    """This process's place in the job.
+
+    Attributes:
+        rank: position among all processes, 0 … world_size − 1.
+        local_rank: position among the processes of this node.
+        world_size: number of processes; all of them are data-parallel.
+        device: the device this process computes on.
+        mesh: 1-D mesh named ``dp_shard`` over all processes; real even with one process, so that one device and many
+            take the same FSDP2 path.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+    mesh: DeviceMesh
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        return self.local_rank == 0
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """Sum a tensor over all ranks, in place, without waiting for the host."""
+        dist.all_reduce(value, op=dist.ReduceOp.SUM)
+        return value
+
+    def max(self, value: torch.Tensor) -> torch.Tensor:
+        """Maximum of a tensor over all ranks, in place, without waiting for the host."""
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return value
+
+    def gather(self, value: object) -> list:
+        """Every rank's plain value, in rank order, on every rank."""
+        values: list = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def broadcast(self, value: object) -> object:
+        """Rank 0's plain value, on every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        dist.barrier()
+
+    def long_barrier(self) -> None:
+        """Wait for every rank for as long as a download may take, whatever the time-out of other collectives."""
+        group = dist.new_group(backend="gloo", timeout=PREPARATION_TIMEOUT)
+        dist.barrier(group=group)
+        dist.destroy_process_group(group)
+
+
+def init_distributed(comm: Comm, dump_folder: str | Path) -> Distributed:
+    """Join the process group described by torchrun's environment variables.
+
+    On CUDA both NCCL and gloo are set up, so that host-side values travel without touching the device.
+
+    Args:
+        comm: time-outs and flight-recorder size.
+        dump_folder: run folder; flight-recorder dumps of a hang go to ``{dump_folder}/logs``.
+
+    Raises:
+        UserError: if a process has no device of its own.
+    """
+    rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    device = _pick_device(local_rank)
+    _enable_flight_recorder(comm, Path(dump_folder) / "logs")
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=comm.init_timeout_seconds)
+    if not dist.is_initialized():
+        bound = device if device.type == "cuda" else None
+        dist.init_process_group(backend, timeout=timeout, device_id=bound)
+    mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp_shard",))
+    return Distributed(rank=rank, local_rank=local_rank, world_size=world_size, device=device, mesh=mesh)
+
+
+def _pick_device(local_rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"process {local_rank} of this node has no GPU: {torch.cuda.device_count()} are visible; "
+            "set NGPU to at most that number"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _enable_flight_recorder(comm: Comm, folder: Path) -> None:
+    """Have a collective that times out write what every rank was doing (torch's NCCL flight recorder)."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(comm.trace_buf_size))
+    if comm.trace_buf_size > 0:
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / "flight_recorder_rank"))
+
+
+def set_timeout(seconds: int, device: torch.device) -> None:
+    """Tighten the time-out of collectives once start-up is over; all ranks call it together."""
+    dist.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    # torch 2.11-2.13 have no public setter for an existing group's time-out.
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), dist.group.WORLD)
+
+
+def shutdown() -> None:
+    """Leave the process group; does nothing outside one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,45 @@
+"""Fully sharded data parallelism (FSDP2), used for one device as for many so that precision is one code path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def shard_model(
+    model: nn.Module,
+    blocks: Iterable[tuple[str, nn.Module]],
+    mesh: DeviceMesh,
+    *,
+    param_dtype: str,
+    reduce_dtype: str,
+    reshard_after_forward: str,
+) -> None:
+    """Shard a model's parameters over a mesh, one FSDP unit per block and one for the rest.
+
+    Master weights stay as they are (float32); each unit is gathered in ``param_dtype`` just before it computes, and
+    gradients are averaged in ``reduce_dtype``.
+
+    Args:
+        model: model on the meta device, or materialised.
+        blocks: (name, module) of the repeated blocks, in forward order.
+        mesh: 1-D device mesh.
+        param_dtype: dtype of the compute copies, a key of ``DTYPES``.
+        reduce_dtype: dtype of the gradient reduction.
+        reshard_after_forward: ``always`` frees a block's gathered weights after its forward; ``never`` keeps them for
+            the backward; ``default`` is ``always``.
+    """
+    precision = MixedPrecisionPolicy(param_dtype=DTYPES[param_dtype], reduce_dtype=DTYPES[reduce_dtype])
+    # With one rank there is nothing to give back: the "gathered" weights are a cast copy, and freeing it would only
+    # cost a second cast in the backward.
+    reshard = reshard_after_forward != "never" and mesh.size() > 1
+    for _, block in blocks:
+        fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
+    # The root holds embedding, final norm and head, which the backward needs first: keep them gathered.
+    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)

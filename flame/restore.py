@@ -1,0 +1,106 @@
+"""Where a run begins: at a checkpoint of its own, at other weights, or at the start."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+from flame.checkpoint.initial import load_initial
+from flame.checkpoint.manager import CheckpointManager
+from flame.checkpoint.names import create_optimizer_state, model_tensors, optimizer_tensors
+from flame.config import Checkpoint, JobConfig
+from flame.data.loader import DataLoader
+
+logger = logging.getLogger(__name__)
+
+
+def restore(
+    config: JobConfig,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: DataLoader,
+    checkpoints: CheckpointManager | None,
+) -> tuple[int, dict[str, Any]]:
+    """Load what the run goes on from, in place; the weights must be initialised or about to be overwritten.
+
+    A checkpoint of the run itself goes before ``checkpoint.initial_load_path``, so that a restarted job resumes.
+
+    Returns:
+        The steps done, and the checkpoint's train state (empty for a new run).
+    """
+    section = config.checkpoint
+    step = checkpoints.find_step(section.load_step) if checkpoints is not None else None
+    if step is not None:
+        state = _resume(section, step, model, optimizer, checkpoints)
+    elif section.initial_load_path:
+        step, state = _start_from(section, model, optimizer)
+    else:
+        return 0, {}
+    if "dataloader" in state:
+        data.load_state_dict(state["dataloader"])
+    log_changes(state.get("hyperparameters", {}), hyperparameters(config))
+    return step, state
+
+
+def _resume(
+    section: Checkpoint,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    checkpoints: CheckpointManager,
+) -> dict[str, Any]:
+    create_optimizer_state(optimizer)
+    tensors = model_tensors(model) | optimizer_tensors(model, optimizer)
+    state = checkpoints.load(step, tensors, exclude=section.exclude_from_loading)
+    if "optimizer" not in checkpoints.contents(step) or "optimizer" in section.exclude_from_loading:
+        optimizer.state.clear()
+    logger.info("resumed from step %d", step)
+    return state
+
+
+def _start_from(
+    section: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[int, dict[str, Any]]:
+    """Begin at step 0 with other weights, and with the optimizer's state too when asked for.
+
+    The data starts anew: this is how a run is annealed on new data.
+    """
+    weights_only = section.initial_load_model_weights_only
+    tensors = model_tensors(model)
+    if not weights_only:
+        create_optimizer_state(optimizer)
+        tensors |= optimizer_tensors(model, optimizer)
+    load_initial(section.initial_load_path, tensors, weights_only, section.exclude_from_loading)
+    logger.info("starting from %s (%s)", section.initial_load_path, "weights" if weights_only else "weights, optimizer")
+    return 0, {}
+
+
+def hyperparameters(config: JobConfig) -> dict[str, Any]:
+    """The settings whose change between a checkpoint and its resume is worth a line in the log."""
+    optimizer, schedule, training = config.optimizer, config.lr_scheduler, config.training
+    return {
+        "optimizer.name": optimizer.name,
+        "optimizer.lr": optimizer.lr,
+        "optimizer.weight_decay": optimizer.weight_decay,
+        "optimizer.beta1": optimizer.beta1,
+        "optimizer.beta2": optimizer.beta2,
+        "optimizer.eps": optimizer.eps,
+        "lr_scheduler.warmup_steps": schedule.warmup_steps,
+        "lr_scheduler.decay_ratio": schedule.decay_ratio,
+        "lr_scheduler.decay_type": schedule.decay_type,
+        "lr_scheduler.lr_min": schedule.lr_min,
+        "training.steps": training.steps,
+        "training.batch_size": training.batch_size,
+        "training.gradient_accumulation_steps": training.gradient_accumulation_steps,
+        "training.max_norm": training.max_norm,
+    }
+
+
+def log_changes(before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Log each setting that differs from the checkpoint's; the new value is the one that counts."""
+    for name, value in now.items():
+        if name in before and before[name] != value:
+            logger.warning("%s changed since the checkpoint: %s, was %s", name, value, before[name])

@@ -1,0 +1,180 @@
+"""A training run between its steps: what it holds, and how it is logged, saved and closed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from flame import __version__
+from flame.checkpoint.manager import CheckpointManager
+from flame.checkpoint.names import model_tensors, optimizer_tensors
+from flame.config import JobConfig
+from flame.data.batch import Batch, combine_digests
+from flame.data.loader import DataLoader
+from flame.data.state import merge_state_dicts
+from flame.errors import UserError
+from flame.metrics.logger import MetricLogger
+from flame.metrics.meter import StepMeter
+from flame.models.flops import FlopCounter
+from flame.parallel.distributed import Distributed
+from flame.profiling import Profiler
+from flame.restore import hyperparameters
+from flame.runtime import GarbageCollector, seconds_since_start
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Run:
+    """Everything that the training loop works with.
+
+    Attributes:
+        step: training steps done.
+        saved_step: the step of the newest checkpoint that this process saved or loaded, −1 for none.
+        parameters: the trainable parameters, in the model's order.
+    """
+
+    config: JobConfig
+    dist: Distributed
+    tokenizer: PreTrainedTokenizerBase
+    model_config: PretrainedConfig
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    data: DataLoader
+    flops: FlopCounter
+    checkpoints: CheckpointManager | None
+    metrics: MetricLogger
+    meter: StepMeter
+    profiler: Profiler
+    gc: GarbageCollector
+    step: int = 0
+    saved_step: int = -1
+    parameters: list[nn.Parameter] = field(init=False)
+    _first_step: int = field(init=False)
+    _saved_at: float = field(init=False)
+    _data_hash: str | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self._first_step = self.step + 1
+        self._saved_at = time.monotonic()
+        self.profiler.__enter__()
+
+    @property
+    def dump_folder(self) -> Path:
+        return Path(self.config.job.dump_folder)
+
+    @property
+    def is_first_step(self) -> bool:
+        """Whether the current step is the first that this process trains."""
+        return self.step == self._first_step
+
+    @property
+    def is_log_step(self) -> bool:
+        """Whether the current step is logged; the first and the last always are."""
+        last = self.config.training.steps
+        return self.step % self.config.metrics.log_freq == 0 or self.is_first_step or self.step == last
+
+    def next_batches(self) -> list[Batch] | None:
+        """This rank's micro-batches of the next step, or None when ``training.max_epochs`` is over for any rank."""
+        try:
+            batches = self.data.next_step()
+        except StopIteration:
+            batches = None
+        if self.config.training.max_epochs and not all(self.dist.gather(batches is not None)):
+            return None
+        if self.config.training.log_data_hash:
+            self._data_hash = self._hash_data(batches)
+        return batches
+
+    def _hash_data(self, batches: list[Batch]) -> str:
+        """One hash of the step's sequences in global order, whatever rank each of them is on."""
+        own = {number: digest for batch in batches for number, digest in zip(batch.numbers, batch.digests, strict=True)}
+        return combine_digests({number: digest for part in self.dist.gather(own) for number, digest in part.items()})
+
+    def log_first_step(self) -> None:
+        """Say how long the start took; the first step includes compilation and tuning."""
+        if self.dist.device.type == "cuda":
+            torch.cuda.synchronize(self.dist.device)
+        logger.info("first step done %.1f s after the process began", seconds_since_start())
+
+    def log_step(self, lr: float) -> None:
+        """Fetch the interval's numbers from the device and write them down.
+
+        Raises:
+            UserError: ``training.max_consecutive_skips`` steps in a row had no finite gradient.
+        """
+        row: dict[str, Any] = {"step": self.step} | self.meter.collect() | {"lr": lr, "epochs": self.data.epochs()}
+        row["skipped_rows"] = self.data.num_skipped_rows
+        if self._data_hash is not None:
+            row["data_hash"] = self._data_hash
+        self.metrics.log(row)
+        limit = self.config.training.max_consecutive_skips
+        if self.meter.consecutive_skips >= limit:
+            raise UserError(
+                f"{self.meter.consecutive_skips} steps in a row had no finite gradient "
+                f"(training.max_consecutive_skips = {limit}); the last checkpoint is {self._describe_last_checkpoint()}; "
+                "resume from an earlier step with another seed, a lower optimizer.lr or more warm-up"
+            )
+
+    def _describe_last_checkpoint(self) -> str:
+        return "none" if self.checkpoints is None or self.saved_step < 0 else f"step {self.saved_step}"
+
+    def should_save(self) -> bool:
+        """Whether a checkpoint is due after this step; all ranks agree."""
+        section = self.config.checkpoint
+        if self.checkpoints is None or self.step == self.config.training.steps:
+            return False
+        if section.interval_type == "steps":
+            return self.step % section.interval == 0
+        return bool(self.dist.broadcast(time.monotonic() - self._saved_at >= section.interval))
+
+    def save(self, last: bool = False) -> None:
+        """Save a checkpoint of the current step.
+
+        Args:
+            last: the run is over, so that ``checkpoint.last_save_model_weights_only`` applies.
+        """
+        if self.checkpoints is None:
+            return
+        section = self.config.checkpoint
+        weights_only = last and section.last_save_model_weights_only
+        data_state = merge_state_dicts(self.dist.gather(self.data.state_dict()))
+        tensors = model_tensors(self.model) | optimizer_tensors(self.model, self.optimizer)
+        self.metrics.sync()
+        started = time.monotonic()
+        with self.meter.paused():
+            self.checkpoints.save(
+                self.step, tensors, self._train_state(data_state), weights_only, section.export_dtype
+            )
+        self.saved_step, self._saved_at = self.step, time.monotonic()
+        logger.info("checkpoint of step %d saved in %.1f s", self.step, self._saved_at - started)
+
+    def _train_state(self, data_state: dict) -> dict[str, Any]:
+        """What a checkpoint holds besides tensors, as plain JSON data."""
+        return {
+            "flame_version": __version__,
+            "step": self.step,
+            "meter": self.meter.state_dict(),
+            "dataloader": data_state,
+            "hyperparameters": hyperparameters(self.config),
+        }
+
+    def end_step(self) -> None:
+        """Housekeeping after a step."""
+        self.profiler.step()
+        self.gc.step(self.step)
+
+    def close(self) -> None:
+        """Stop workers and writers."""
+        self.profiler.__exit__(None, None, None)
+        self.data.close()
+        self.metrics.close()
+        self.gc.close()

@@ -1,0 +1,69 @@
+"""Process-wide settings of a training process: seeds, determinism, precision of float32 products, garbage collection."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+
+import torch
+
+_IMPORTED_AT = time.time()
+
+
+def set_determinism(deterministic: bool) -> None:
+    """Choose between fast and repeatable kernels.
+
+    Deterministic runs refuse kernels that are known to vary from run to run; cuBLAS needs its workspace fixed before
+    the first product (https://docs.nvidia.com/cuda/cublas/#results-reproducibility).
+    """
+    if not deterministic:
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = False
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Seed the generators for one step, so that dropout and the like need no saved state to resume exactly.
+
+    Args:
+        seed: the job's seed.
+        step: training step.
+        rank: data-parallel rank, so that ranks draw differently.
+    """
+    # 2654435761 and 40503 are Knuth's multiplicative hash constants: neighbouring steps get unrelated seeds.
+    torch.manual_seed((seed + step * 2654435761 + rank * 40503) % 2**63)
+
+
+class GarbageCollector:
+    """Collects at fixed steps, on all ranks alike, instead of whenever one rank happens to reach a threshold."""
+
+    def __init__(self, every: int):
+        """Args:
+            every: steps between collections.
+        """
+        self.every = every
+        gc.disable()
+        gc.collect()
+
+    def step(self, step: int) -> None:
+        """Collect the young generations if the step is due."""
+        if step % self.every == 0:
+            gc.collect(1)
+
+    def close(self) -> None:
+        """Give the decision back to Python."""
+        gc.enable()
+
+
+def seconds_since_start() -> float:
+    """Seconds since the command was given, as far as this process knows: since the launcher began, or this module."""
+    return time.time() - float(os.environ.get("FLAME_START_TIME", _IMPORTED_AT))
+
+
+def has_fast_bfloat16(device: torch.device) -> bool:
+    """Whether matrix products in bfloat16 are at least as fast as in float32: GPUs from Ampere on, CPUs with AMX."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return bool(torch.cpu.get_capabilities().get("amx_bf16"))

@@ -1,0 +1,130 @@
+"""Train a language model: ``python -m flame.train --job.config_file …``, or ``bash train.sh …``.
+
+Reads top to bottom: build the run, restore it, loop over steps, finish. One step is ``train_step``.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+
+import torch
+
+from flame.build import build_run
+from flame.cli import parse_args
+from flame.config import JobConfig
+from flame.errors import EXIT_USER_ERROR, ConfigError, UserError
+from flame.finish import finish_run
+from flame.lr_scheduler import lr_factor
+from flame.optimizer import set_lr, step_unless
+from flame.parallel.clip import clip_gradients
+from flame.parallel.distributed import set_timeout, shutdown
+from flame.run import Run
+from flame.runtime import seed_step
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train as the arguments say.
+
+    Returns:
+        Exit code: 0 the run is complete, 2 the user must change something (the message on stderr says what).
+    """
+    try:
+        train(parse_args(sys.argv[1:] if argv is None else argv))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return EXIT_USER_ERROR
+    except UserError as error:
+        logger.error("%s", error)
+        return EXIT_USER_ERROR
+    finally:
+        shutdown()
+    return 0
+
+
+def train(config: JobConfig) -> None:
+    """Run a whole job: build, restore, train, export."""
+    run = build_run(config)
+    try:
+        if config.checkpoint.create_seed_checkpoint:
+            run.save()
+            return
+        if run.step >= config.training.steps:
+            logger.info("already finished: step %d of %d; nothing left to train", run.step, config.training.steps)
+        else:
+            train_loop(run)
+        finish_run(run)
+    finally:
+        run.close()
+
+
+def train_loop(run: Run) -> None:
+    """Train from the run's current step to its last."""
+    training = run.config.training
+    while run.step < training.steps:
+        waited_from = time.perf_counter()
+        batches = run.next_batches()
+        if batches is None:
+            logger.info("training.max_epochs = %d reached after step %d", training.max_epochs, run.step)
+            break
+        data_time = time.perf_counter() - waited_from
+
+        run.step += 1
+        lr = run.config.optimizer.lr * lr_factor(run.step, training.steps, run.config.lr_scheduler)
+        set_lr(run.optimizer, lr)
+        seed_step(training.seed, run.step, run.dist.rank)
+        train_step(run, batches, data_time)
+
+        if run.is_first_step:
+            run.log_first_step()
+            set_timeout(run.config.comm.train_timeout_seconds, run.dist.device)
+        if run.is_log_step:
+            run.log_step(lr)
+        if run.should_save():
+            run.save()
+        run.end_step()
+    if run.step != run.saved_step:
+        run.save(last=True)
+
+
+def train_step(run: Run, batches: list, data_time: float) -> None:
+    """One update: forward and backward over the micro-batches, clip, step.
+
+    The loss is the sum over the global batch's valid targets divided by their number, whatever the layout: each rank's
+    share is scaled by the number of ranks, because FSDP averages gradients over them.
+    """
+    dist = run.dist
+    num_valid = torch.tensor(float(sum(batch.num_valid for batch in batches)), device=dist.device)
+    num_local = num_valid.clone()
+    num_valid = dist.sum(num_valid).clamp_(min=1.0)
+
+    loss_sum = torch.zeros((), device=dist.device)
+    for batch in batches:
+        batch = batch.to(dist.device)
+        loss = run.model(batch.input_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens)
+        (loss * (dist.world_size / num_valid)).backward()
+        loss_sum += loss.detach()
+
+    grad_norm = clip_gradients(run.parameters, run.config.training.max_norm)
+    bad = (~torch.isfinite(grad_norm)).float() if run.config.training.skip_nan_inf else None
+    step_unless(run.optimizer, bad)
+    run.optimizer.zero_grad(set_to_none=True)
+
+    max_loss = dist.max(loss_sum / num_local.clamp(min=1.0))
+    loss = dist.sum(loss_sum) / num_valid
+    run.meter.add(
+        loss,
+        grad_norm,
+        num_tokens=sum(batch.input_ids.numel() for batch in batches) * dist.world_size,
+        skipped=bad,
+        max_loss=max_loss,
+        data_time=data_time,
+        flops=run.flops.step(batches),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
