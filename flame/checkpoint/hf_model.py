@@ -63,9 +63,7 @@ def outline(config: PretrainedConfig, stored: Mapping[str, torch.Size]) -> Model
     rows = _embedding_rows(model, stored)
     text = config.get_text_config()
     if rows is not None and rows != text.vocab_size:
-        logger.warning(
-            "vocab_size set to %d, the rows of the stored embedding; the config has %d", rows, text.vocab_size
-        )
+        logger.warning("vocab_size set to %d, as the stored embedding has; the config says %d", rows, text.vocab_size)
         text.vocab_size = rows
         model = build_model(config).model
     return ModelOutline(

@@ -1,4 +1,4 @@
-"""From a checkpoint to a Hugging Face model folder, tensor by tensor: neither model nor optimizer is built in memory."""
+"""From a checkpoint to a Hugging Face model folder, tensor by tensor; the model is never built in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``python -m flame.utils.convert_hf_to_dcp --model HF --checkpoint RUN/checkpoint/step-0``: start from given weights."""
+"""``python -m flame.utils.convert_hf_to_dcp --model HF --checkpoint RUN/checkpoint/step-0``: given weights."""
 
 from __future__ import annotations
 
