@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
 from flame.errors import UserError
-from flame.models.recorder import Recorder, RecordError, Tape, TensorRef, recording
+from flame.models.recorder import Constant, Recorder, RecordError, Tape, TensorRef, recording
 
 logger = logging.getLogger(__name__)
 
@@ -41,27 +41,31 @@ class TapeRecipe:
     """Initialisation by replaying the constructor's operations, one tensor at a time."""
 
     tape: Tape
-    targets: dict[str, TensorRef]
-    slices: dict[str, list[int]]
+    targets: dict[str, TensorRef | Constant]
+    slices: dict[str, list[int]]  # of the targets that the tape holds
     draws: dict[int, str]  # random event -> "name/ordinal", its part of the seed
 
     @classmethod
-    def from_recording(cls, recorder: Recorder, named_tensors: dict[str, torch.Tensor]) -> TapeRecipe:
-        targets = {name: recorder.ref(tensor) for name, tensor in named_tensors.items()}
-        slices = {name: recorder.tape.slice(ref.storage) for name, ref in targets.items()}
+    def from_recording(cls, recorder: Recorder, named: dict[str, torch.Tensor]) -> TapeRecipe:
+        tape = recorder.tape
+        targets = {name: recorder.name(tensor) for name, tensor in named.items()}
+        slices = {name: tape.slice(ref.storage) for name, ref in targets.items() if isinstance(ref, TensorRef)}
         draws: dict[int, str] = {}
         for name, indices in slices.items():
             # A draw that several tensors depend on belongs to the first of them, so that they stay consistent.
-            own = [i for i in indices if recorder.tape.events[i].is_random and i not in draws]
+            own = [index for index in tape.random_among(indices) if index not in draws]
             draws.update({index: f"{name}/{ordinal}" for ordinal, index in enumerate(own)})
-        return cls(recorder.tape, targets, slices, draws)
+        return cls(tape, targets, slices, draws)
 
     def tensors(self, names: Iterable[str], seed: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
         for name in names:
+            target = self.targets[name]
+            if isinstance(target, Constant):
+                yield name, target.value.to(device)
+                continue
             with torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=_rng_type(device)):
                 environment = self.tape.replay(self.slices[name], device, lambda i: _seed_draw(seed, self.draws[i]))
-                tensor = environment.tensor(self.targets[name])
-            yield name, tensor
+            yield name, environment.tensor(target)
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ def build_recipe(build: Callable[[], nn.Module]) -> tuple[nn.Module, InitRecipe]
     try:
         with recording() as recorder:
             model = build()
-            recipe = TapeRecipe.from_recording(recorder, dict(named_tensors(model)))
+        recipe = TapeRecipe.from_recording(recorder, dict(named_tensors(model)))
     except RecordError as fault:
         logger.warning("initial weights: building the whole model on the CPU on every rank, since %s", fault)
         with torch.random.fork_rng([]):

@@ -1,15 +1,17 @@
 """Record the tensor operations that a constructor runs, and run any part of them again later, elsewhere.
 
 A model class decides in its constructor (and in hooks called from there) how each parameter starts. Under
-:class:`Recorder` the constructor runs without memory and without arithmetic, while every operation is written to a
-:class:`Tape`. A tape can then be replayed for one storage at a time, on any device.
+:class:`Recorder` the constructor runs without memory for its weights and without drawing them, while every operation
+is written to a :class:`Tape`. A tape can then be replayed for one storage at a time, on any device.
+
+Small tensors whose values follow from constants alone (rotary frequencies, decay ramps filled in element by element)
+are computed at once and kept as values: constructors loop over them, and reading such a value back is allowed.
 
 Private interfaces used here, and nowhere else in flame (torch 2.11 to 2.13):
 
-- ``torch._subclasses.fake_tensor.FakeTensorMode``: tensors without memory that still report a real device. Plain meta
-  tensors do not serve, since model classes test for ``device.type == "meta"`` and then skip their initialisation.
-- ``torch.utils._python_dispatch``: ``TorchDispatchMode`` is the documented extension point, in spite of the module's
-  name; ``_disable_current_modes`` runs real operations from inside it.
+- ``torch._subclasses.fake_tensor``: tensors without memory that still report a real device. Plain meta tensors do not
+  serve, since model classes test for ``device.type == "meta"`` and then skip their initialisation.
+- ``torch.utils._python_dispatch.TorchDispatchMode``: the documented extension point, in spite of the module's name.
 - ``OpOverload._schema``: which arguments an operation writes to. There is no public accessor.
 """
 
@@ -24,12 +26,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 # In-place operations after which nothing of the written tensor's earlier content is left.
 _OVERWRITING = frozenset({"normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "log_normal_", "exponential_"})
+
+# Constants up to this many elements are kept as values (256 KiB of float32).
+_MAX_FOLDED_NUMEL = 2**16
 
 
 class RecordError(RuntimeError):
@@ -78,10 +88,6 @@ class Event:
     creates: frozenset[int]
     overwrites: int | None  # the storage that is overwritten as a whole
 
-    @property
-    def is_random(self) -> bool:
-        return torch.Tag.nondeterministic_seeded in self.func.tags
-
 
 @dataclass
 class Tape:
@@ -129,6 +135,10 @@ class Tape:
             needed += self._include(self._touching[storage][0], chosen)
         return needed
 
+    def random_among(self, indices: list[int]) -> list[int]:
+        """Those of the events at ``indices`` that draw random numbers."""
+        return [index for index in indices if _is_random(self.events[index].func)]
+
     def replay(
         self, indices: list[int], device: torch.device, before_random: Callable[[int], None] | None = None
     ) -> Environment:
@@ -137,7 +147,7 @@ class Tape:
         with torch.no_grad():
             for index in indices:
                 event = self.events[index]
-                if event.is_random and before_random is not None:
+                if _is_random(event.func) and before_random is not None:
                     before_random(index)
                 environment.run(event)
         return environment
@@ -175,82 +185,117 @@ class Environment:
 
 
 class Recorder(TorchDispatchMode):
-    """Writes each operation to ``tape``; use through :func:`recording`."""
+    """Writes the operations of its body to ``tape``; use through :func:`recording`.
+
+    A tensor is *recorded* when its storage was made or written by an event of the tape. Others, which are real, are
+    known by value.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.tape = Tape()
+        self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         # Holding the storage objects keeps their ids unique while the recording lasts.
         self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
 
-    def ref(self, tensor: torch.Tensor) -> TensorRef:
-        """The tape's name for a tensor of the recorded run."""
-        storage = tensor.untyped_storage()
-        if id(storage) not in self._storages:
-            self._storages[id(storage)] = (len(self._storages), storage)
-        number = self._storages[id(storage)][0]
-        return TensorRef(
-            number,
-            tensor.dtype,
-            tuple(tensor.shape),
-            tuple(tensor.stride()),
-            tensor.storage_offset(),
-            storage.nbytes(),
-        )
-
-    def known(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's storage was made inside the recording."""
-        return id(tensor.untyped_storage()) in self._storages
+    def name(self, tensor: torch.Tensor) -> TensorRef | Constant:
+        """The tape's name for a tensor, or a copy of its value when the tape does not hold it."""
+        return self._ref(tensor) if self._is_recorded(tensor) else Constant(tensor.detach().clone())
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         leaves, spec = tree_flatten((args, kwargs))
-        arguments = [self._name_argument(leaf) for leaf in leaves]
-        try:
-            result = func(*args, **kwargs)
-        except (DataDependentOutputException, DynamicOutputShapeException) as fault:
-            if func is not torch.ops.aten._local_scalar_dense.default:
-                raise RecordError(f"{func} depends on the values of a tensor") from fault
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if self._is_foldable(func, args, kwargs, tensors):
+            return func(*args, **kwargs)
+        written = _written_tensors(func, args, kwargs)
+        for tensor in written:
+            if not self._is_recorded(tensor):
+                self._adopt(tensor)
+        arguments = [self.name(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        if func is torch.ops.aten._local_scalar_dense.default:
             return self._read_scalar(arguments[0])
-        self._record(func, args, kwargs, arguments, spec, result)
+        result = self._execute(func, args, kwargs, tensors, written)
+        self._record(func, arguments, spec, written, result)
         return result
 
-    def _name_argument(self, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        return self.ref(leaf) if self.known(leaf) else Constant(leaf)
+    def _ref(self, tensor: torch.Tensor) -> TensorRef:
+        storage = tensor.untyped_storage()
+        if id(storage) not in self._storages:
+            self._storages[id(storage)] = (len(self._storages), storage)
+        number = self._storages[id(storage)][0]
+        geometry = tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset()
+        return TensorRef(number, tensor.dtype, *geometry, storage.nbytes())
+
+    def _is_recorded(self, tensor: torch.Tensor) -> bool:
+        return id(tensor.untyped_storage()) in self._storages
+
+    def _is_foldable(self, func, args, kwargs, tensors: list[torch.Tensor]) -> bool:
+        """Whether the operation can be carried out now, on values, instead of being recorded."""
+        name = func._schema.name.removeprefix("aten::")
+        if _is_random(func) or name.startswith(("empty", "new_empty")):
+            return False
+        if tensors:
+            return not any(isinstance(t, FakeTensor) or self._is_recorded(t) for t in tensors)
+        with self._fake_mode:
+            outputs = tree_flatten(func(*args, **kwargs))[0]
+        return all(o.numel() <= _MAX_FOLDED_NUMEL for o in outputs if isinstance(o, torch.Tensor))
+
+    def _adopt(self, tensor: torch.Tensor) -> None:
+        """Begin to record a tensor known by value, since an event is about to write to it."""
+        whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+        arguments, spec = tree_flatten(((Constant(whole.clone()),), {}))
+        ref = self._ref(whole)
+        creates = frozenset([ref.storage])
+        clone = torch.ops.aten.clone.default
+        self.tape.append(Event(clone, arguments, spec, [ref], frozenset(), frozenset(), creates, None))
 
     def _read_scalar(self, ref: TensorRef) -> Any:
         """Answer ``tensor.item()`` inside a constructor by replaying what led to the tensor, on the CPU."""
         indices = self.tape.slice(ref.storage)
-        if any(self.tape.events[index].is_random for index in indices):
-            raise RecordError("the constructor reads a random tensor's value")
-        with _disable_current_modes():
-            return self.tape.replay(indices, torch.device("cpu")).tensor(ref).item()
+        if self.tape.random_among(indices):
+            raise RecordError("the constructor reads the value of a random tensor")
+        return self.tape.replay(indices, torch.device("cpu")).tensor(ref).item()
 
-    def _record(self, func, args, kwargs, arguments, spec, result) -> None:
+    def _execute(self, func, args, kwargs, tensors: list[torch.Tensor], written: list[torch.Tensor]) -> Any:
+        """Carry the operation out as far as shapes need it."""
+        if tensors and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            return func(*args, **kwargs)
+        if any(not isinstance(tensor, FakeTensor) for tensor in written):
+            if len(written) != 1 or len(func._schema.returns) != 1:
+                raise RecordError(f"{func} writes to several tensors, some of them known by value")
+            return written[0]  # its value is on the tape from now on; the real one is no longer looked at
+        try:
+            with self._fake_mode:
+                return func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as fault:
+            raise RecordError(f"{func} depends on the values of a tensor") from fault
+
+    def _record(self, func, arguments, spec, written: list[torch.Tensor], result) -> None:
         outputs = tree_flatten(result)[0]
-        creates = frozenset(
-            self.ref(output).storage
-            for output in outputs
-            if isinstance(output, torch.Tensor) and not self.known(output)
-        )
-        written = [self._name_argument(tensor) for tensor in _written_tensors(func, args, kwargs)]
-        if any(isinstance(ref, Constant) for ref in written):
-            raise RecordError(f"{func} writes to a tensor that was made outside the constructor")
+        created = [o for o in outputs if isinstance(o, torch.Tensor) and not self._is_recorded(o)]
+        creates = frozenset(self._ref(output).storage for output in created)
         if not creates and not written:
-            return
+            return  # a view
         reads = frozenset(a.storage for a in arguments if isinstance(a, TensorRef))
-        overwrites = None
-        name = func._schema.name.removeprefix("aten::")
-        if len(written) == 1 and name in _OVERWRITING and written[0].covers_storage:
-            sources = [a.storage for a in arguments[1:] if isinstance(a, TensorRef)]
-            if written[0].storage not in sources:
-                overwrites = written[0].storage
-                reads -= {overwrites}
-        named_outputs = [self.ref(o) if isinstance(o, torch.Tensor) else o for o in outputs]
-        writes = frozenset(ref.storage for ref in written)
+        writes = frozenset(self._ref(tensor).storage for tensor in written)
+        overwrites = self._overwritten(func, arguments, written)
+        if overwrites is not None:
+            reads -= {overwrites}
+        named_outputs = [self._ref(o) if isinstance(o, torch.Tensor) else o for o in outputs]
         self.tape.append(Event(func, arguments, spec, named_outputs, reads, writes, creates, overwrites))
+
+    def _overwritten(self, func, arguments, written: list[torch.Tensor]) -> int | None:
+        """The storage of which nothing is left after the operation, if there is one."""
+        if len(written) != 1 or func._schema.name.removeprefix("aten::") not in _OVERWRITING:
+            return None
+        target = self._ref(written[0])
+        sources = [a.storage for a in arguments[1:] if isinstance(a, TensorRef)]
+        return target.storage if target.covers_storage and target.storage not in sources else None
+
+
+def _is_random(func) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def _written_tensors(func, args, kwargs) -> list[torch.Tensor]:
@@ -266,16 +311,16 @@ def _written_tensors(func, args, kwargs) -> list[torch.Tensor]:
 
 @contextmanager
 def recording() -> Iterator[Recorder]:
-    """Record everything built in the body, as fake tensors on the CPU.
+    """Record everything built in the body.
 
-    Python's and NumPy's generators are put in a fixed state for the body and restored after it, so that a
-    constructor which draws from them builds the same model on every rank.
+    The generators of Python, NumPy and torch are put in a fixed state for the body and restored after it, so that a
+    constructor which draws from the first two builds the same model on every rank.
     """
     python_state, numpy_state = random.getstate(), np.random.get_state()
     random.seed(0)
     np.random.seed(0)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), Recorder() as recorder:
+        with torch.random.fork_rng([]), Recorder() as recorder:
             yield recorder
     finally:
         random.setstate(python_state)
