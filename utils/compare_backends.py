@@ -1,0 +1,422 @@
+"""Compare flame's reference operators with FLA's Triton kernels, forward and every gradient.
+
+    python utils/compare_backends.py --output docs/numerics_table.md
+
+Every operator and the four debug models (configs/debug/*.json) run on the same inputs in float32 and bfloat16 with both
+backends, and in float64 with the reference one, which is the truth here. The table holds relative errors
+|a - b| / |b| in the Euclidean norm: of each backend against the truth, and of the two against each other. Without a
+GPU the Triton columns stay empty.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import itertools
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flame.models.attention import make_attention
+from flame.models.backend import import_fla, setup_backend, uninstall
+from flame.models.loss import attach_training_forward
+from flame.paths import find_resource
+
+CU_SEQLENS = [0, 1, 100, 101, 165, 512]
+NUM_TOKENS, NUM_HEADS, HEAD_DIM, HIDDEN, VOCAB = CU_SEQLENS[-1], 4, 32, 128, 1000
+DEBUG_MODELS = ("gated_deltanet", "delta_net", "gla", "transformer")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator with both implementations and what to feed it.
+
+    Attributes:
+        home: FLA module that exports `name`; the reference module is `reference`.
+        inputs: tensors by name, drawn in float64; floating ones get gradients.
+        call: (function, tensors) -> outputs; outputs that need no gradient are compared too.
+        float32: whether FLA's kernel takes float32.
+        backward: whether FLA's kernel has a backward pass.
+    """
+
+    name: str
+    home: str
+    reference: str
+    inputs: dict[str, Tensor]
+    call: Callable[[Callable, dict[str, Tensor]], Tensor | tuple[Tensor, ...]]
+    float32: bool = True
+    backward: bool = True
+
+
+@dataclass
+class Row:
+    """Relative errors of one tensor of one case in one dtype; None where a backend does not run."""
+
+    case: str
+    dtype: str
+    tensor: str
+    reference: float
+    triton: float | None = None
+    between: float | None = None
+
+
+def operators(device: torch.device) -> list[Operator]:
+    """The operators that the reference families use, with inputs of packed documents of 1 to 347 tokens."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    def heads(num_heads: int = NUM_HEADS) -> Tensor:
+        return draw(1, NUM_TOKENS, num_heads, HEAD_DIM)
+
+    def rows() -> Tensor:
+        return draw(1, NUM_TOKENS, HIDDEN)
+
+    documents = len(CU_SEQLENS) - 1
+    cu = torch.tensor(CU_SEQLENS, dtype=torch.int32, device=device)
+    state = draw(documents, NUM_HEADS, HEAD_DIM, HEAD_DIM)
+    qkv = {"q": heads(), "k": F.normalize(heads(), dim=-1), "v": heads()}
+    per_head = draw(1, NUM_TOKENS, NUM_HEADS)
+    target = torch.randint(VOCAB, (NUM_TOKENS,), generator=generator).masked_fill(
+        torch.arange(NUM_TOKENS) % 7 == 0, -100
+    )
+    angles = torch.outer(torch.arange(NUM_TOKENS), 10000.0 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)).double()
+    packed = dict(cu_seqlens=cu, output_final_state=True)
+
+    def as_state(x: Tensor) -> Tensor:  # FLA's GLA takes float32 states only
+        return x if x.dtype == torch.float64 else x.float()
+
+    def gated_delta(fn, x):
+        gate = dict(use_gate_in_kernel=True, A_log=x["A_log"], dt_bias=x["dt_bias"], state_v_first=True)
+        beta = dict(use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True, use_qk_l2norm_in_kernel=True)
+        return fn(
+            q=x["q"], k=x["k"], v=x["v"], g=x["g"], beta=x["beta"], initial_state=x["state"], **gate, **beta, **packed
+        )
+
+    def delta(fn, x):
+        return fn(x["q"], x["k"], x["v"], x["beta"].sigmoid(), initial_state=x["state"], **packed)
+
+    def convolution(fn, x):
+        return fn(
+            x["x"], x["weight"], x["bias"], initial_state=x["state"], activation="silu", backend="triton", **packed
+        )
+
+    gated_inputs = qkv | {
+        "v": heads(2 * NUM_HEADS),
+        "g": draw(1, NUM_TOKENS, 2 * NUM_HEADS),
+        "beta": draw(1, NUM_TOKENS, 2 * NUM_HEADS),
+        "A_log": torch.linspace(-1, 3, 2 * NUM_HEADS, dtype=torch.float64),
+        "dt_bias": draw(2 * NUM_HEADS),
+        "state": draw(documents, 2 * NUM_HEADS, HEAD_DIM, HEAD_DIM),
+    }
+    delta_inputs = qkv | {"beta": per_head, "state": state}
+    gla_inputs = qkv | {"g": F.logsigmoid(heads()) / 16, "state": state}
+    strong_gla_inputs = gla_inputs | {"g": F.logsigmoid(heads()) * 8}  # a chunk's log decay is near -400
+    norm = {"x": rows(), "weight": 1 + 0.1 * draw(HIDDEN)}
+    linear = {"x": rows(), "y": rows(), "weight": draw(HIDDEN, HIDDEN) / HIDDEN**0.5}
+    gdr, dr, gla = "fla.ops.gated_delta_rule", "fla.ops.delta_rule", "fla.ops.gla"
+    norms, acts = "fla.modules.norm", "fla.modules.activations"
+    return [
+        Operator("chunk_gated_delta_rule", gdr, "delta_rule", gated_inputs, gated_delta),
+        Operator("fused_recurrent_gated_delta_rule", gdr, "delta_rule", gated_inputs, gated_delta, backward=False),
+        Operator("chunk_delta_rule", dr, "delta_rule", delta_inputs, delta, float32=False),
+        Operator("fused_recurrent_delta_rule", dr, "delta_rule", delta_inputs, delta),
+        Operator(
+            "chunk_gla",
+            gla,
+            "gla",
+            gla_inputs,
+            lambda fn, x: fn(x["q"], x["k"], x["v"], x["g"], initial_state=as_state(x["state"]), **packed),
+        ),
+        Operator(
+            "chunk_gla",
+            gla,
+            "gla",
+            strong_gla_inputs,
+            lambda fn, x: fn(x["q"], x["k"], x["v"], x["g"], initial_state=as_state(x["state"]), **packed),
+        ),
+        Operator(
+            "fused_recurrent_gla",
+            gla,
+            "gla",
+            gla_inputs,
+            lambda fn, x: fn(x["q"], x["k"], x["v"], gk=x["g"], initial_state=x["state"], **packed),
+        ),
+        Operator(
+            "causal_conv1d",
+            "fla.modules.causal_conv1d",
+            "convolution",
+            {"x": rows(), "weight": draw(HIDDEN, 4), "bias": draw(HIDDEN), "state": draw(documents, HIDDEN, 4)},
+            convolution,
+        ),
+        Operator(
+            "rms_norm",
+            f"{norms}.layernorm",
+            "norms",
+            norm | {"residual": rows()},
+            lambda fn, x: fn(x["x"], x["weight"], None, residual=x["residual"], prenorm=True),
+        ),
+        Operator(
+            "layer_norm",
+            f"{norms}.layernorm",
+            "norms",
+            norm | {"bias": draw(HIDDEN)},
+            lambda fn, x: fn(x["x"], x["weight"], x["bias"]),
+        ),
+        Operator(
+            "group_norm",
+            f"{norms}.layernorm",
+            "norms",
+            norm,
+            lambda fn, x: fn(x["x"], x["weight"], None, is_rms_norm=True, num_groups=4),
+        ),
+        Operator(
+            "rms_norm_gated",
+            f"{norms}.fused_norm_gate",
+            "norms",
+            norm | {"g": rows()},
+            lambda fn, x: fn(x["x"], x["g"], x["weight"], None, eps=1e-5),
+        ),
+        Operator("l2norm", f"{norms}.l2norm", "norms", {"x": heads()}, lambda fn, x: fn(x["x"])),
+        Operator(
+            "rotary_embedding",
+            "fla.modules.rotary",
+            "rotary",
+            {"x": heads()},
+            lambda fn, x: fn(x["x"], angles.cos().to(x["x"]), angles.sin().to(x["x"]), cu_seqlens=cu),
+        ),
+        Operator(
+            "swiglu_linear",
+            acts,
+            "activations",
+            linear,
+            lambda fn, x: fn(x["x"], x["y"], x["weight"], None),
+        ),
+        Operator(
+            "powglu_linear",
+            acts,
+            "activations",
+            linear,
+            lambda fn, x: fn(x["x"], x["y"], x["weight"], None, 3.0),
+        ),
+        Operator("logsigmoid", acts, "activations", {"x": rows()}, lambda fn, x: fn(x["x"], 16.0)),
+        Operator(
+            "fused_attnres",
+            "fla.ops.attnres",
+            "attnres",
+            norm | {"y": rows(), "query": draw(HIDDEN) / HIDDEN**0.5},
+            lambda fn, x: fn(x["query"], [x["x"], x["y"]], x["weight"]),
+        ),
+        Operator(
+            "cross_entropy_loss",
+            "fla.modules.fused_cross_entropy",
+            "cross_entropy",
+            {"logits": draw(NUM_TOKENS, VOCAB)},
+            lambda fn, x: fn(x["logits"], target.to(device), lse_square_scale=1e-3)[0].sum(),
+        ),
+        Operator(
+            "fused_linear_cross_entropy_loss",
+            "fla.modules.fused_linear_cross_entropy",
+            "cross_entropy",
+            {"x": draw(NUM_TOKENS, HIDDEN), "weight": draw(VOCAB, HIDDEN) / HIDDEN**0.5},
+            lambda fn, x: fn(x["x"], target.to(device), x["weight"], reduction="sum"),
+        ),
+    ]
+
+
+def run_operator(
+    call: Callable, function: Callable, inputs: dict[str, Tensor], dtype: torch.dtype, device: torch.device,
+    backward: bool = True,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Outputs, and the gradients of the inputs for a fixed random cotangent, by name."""
+    inputs = {name: x.detach().clone().to(device, dtype).requires_grad_() for name, x in inputs.items()}
+    outputs = call(function, inputs)
+    outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
+    tensors = {f"output {i}" if len(outputs) > 1 else "output": y.detach() for i, y in enumerate(outputs)}
+    if backward:
+        generator = torch.Generator().manual_seed(1)
+        cotangents = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y) for y in outputs]
+        torch.autograd.backward(outputs, cotangents)
+        tensors |= {f"d {name}": x.grad for name, x in inputs.items()}
+    return tensors
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    actual, expected = actual.double(), expected.double()
+    return ((actual - expected).norm() / expected.norm().clamp_min(1e-30)).item()
+
+
+def rows_of(case: str, dtype: str, truth: dict, reference: dict, triton: dict | None) -> list[Row]:
+    """One row a tensor; Triton's columns stay empty for tensors that it did not give."""
+    rows = []
+    for name, expected in truth.items():
+        row = Row(case, dtype, name, relative_error(reference[name], expected))
+        if triton is not None and name in triton:
+            row.triton = relative_error(triton[name], expected)
+            row.between = relative_error(reference[name], triton[name])
+        rows.append(row)
+    return rows
+
+
+def compare_operators(device: torch.device) -> list[Row]:
+    """All operators; FLA's functions must not be replaced while this runs."""
+    rows, seen = [], {}
+    for operator in operators(device):
+        seen[operator.name] = seen.get(operator.name, 0) + 1
+        case = operator.name + (", strong decay" if seen[operator.name] > 1 else "")
+        reference = getattr(importlib.import_module(f"flame.models.reference.{operator.reference}"), operator.name)
+        for dtype_name, dtype in DTYPES.items():
+            rounded = {name: x.to(dtype).double() for name, x in operator.inputs.items()}
+            truth = run_operator(operator.call, reference, rounded, torch.float64, device)
+            low = run_operator(operator.call, reference, rounded, dtype, device)
+            triton = None
+            if device.type == "cuda" and (operator.float32 or dtype != torch.float32):
+                kernel = getattr(importlib.import_module(operator.home), operator.name)
+                triton = run_operator(operator.call, kernel, rounded, dtype, device, operator.backward)
+            rows += rows_of(case, dtype_name, truth, low, triton)
+    return rows
+
+
+def compare_attention(device: torch.device) -> list[Row]:
+    """Torch's varlen attention (the Triton columns) and SDPA (the reference's), with grouped queries and a window."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"q": (NUM_TOKENS, 8, HEAD_DIM), "k": (NUM_TOKENS, 4, HEAD_DIM), "v": (NUM_TOKENS, 4, HEAD_DIM)}
+    inputs = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+    cu = torch.tensor(CU_SEQLENS, dtype=torch.int32, device=device)
+    rows = []
+    for case, window in {"attention": (-1, -1), "attention, window of 64": (63, 0)}.items():
+
+        def call(attend, x, window=window):
+            longest = max(b - a for a, b in itertools.pairwise(CU_SEQLENS))
+            return attend(x["q"], x["k"], x["v"], cu, cu, longest, longest, causal=True, window_size=window)
+
+        for dtype_name, dtype in DTYPES.items():
+            rounded = {name: x.to(dtype).double() for name, x in inputs.items()}
+            _, sdpa = make_attention("sdpa")
+            _, varlen = make_attention("varlen")
+            truth = run_operator(call, sdpa, rounded, torch.float64, device)
+            low = run_operator(call, sdpa, rounded, dtype, device)
+            runs_kernel = device.type == "cuda" and dtype != torch.float32
+            kernel = run_operator(call, varlen, rounded, dtype, device) if runs_kernel else None
+            rows += rows_of(case, dtype_name, truth, low, kernel)
+    return rows
+
+
+def compare_model(family: str, device: torch.device) -> list[Row]:
+    """The loss of one training step and every parameter's gradient; layers of a kind share a row, the worst counts."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    setup_backend("reference", device.type, "sdpa")
+    config = AutoConfig.for_model(**json.loads(find_resource(f"configs/debug/{family}.json").read_text()))
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    attach_training_forward(model).train()
+    weights = {name: x.clone() for name, x in model.state_dict().items()}
+    ids = torch.randint(config.vocab_size, (1, NUM_TOKENS), generator=torch.Generator().manual_seed(0)).to(device)
+    rows = []
+    for dtype_name, dtype in DTYPES.items():
+        rounded = {name: x.to(dtype) for name, x in weights.items()}
+        truth = _model_result(model, rounded, torch.float64, ids)
+        low = _model_result(model, rounded, dtype, ids)
+        triton = None
+        # FLA's delta rule refuses float32.
+        if device.type == "cuda" and not (family == "delta_net" and dtype == torch.float32):
+            setup_backend("triton", device.type, "varlen", context_len=NUM_TOKENS)
+            triton = _model_result(model, rounded, dtype, ids)
+            setup_backend("reference", device.type, "sdpa")
+        rows += _merge_layers(rows_of(f"model {family}", dtype_name, truth, low, triton))
+    uninstall()
+    return rows
+
+
+def _model_result(model: nn.Module, weights: dict[str, Tensor], dtype: torch.dtype, ids: Tensor) -> dict:
+    model.to(dtype)
+    model.load_state_dict(weights)
+    for module in model.modules():  # position tables are kept in the dtype of an earlier run
+        if hasattr(module, "_seq_len_cached"):
+            module._seq_len_cached, module._cos_cached = 0, None
+    model.zero_grad()
+    cu_seqlens = torch.tensor(CU_SEQLENS, dtype=torch.int32, device=ids.device)
+    loss = model(ids, labels=ids.roll(-1), cu_seqlens=cu_seqlens)
+    loss.backward()
+    gradients = {f"d {name}": p.grad.clone() for name, p in model.named_parameters()}
+    return {"loss": loss.detach()} | gradients
+
+
+def _merge_layers(rows: list[Row]) -> list[Row]:
+    merged: dict[str, Row] = {}
+    for row in rows:
+        row.tensor = ".".join("*" if part.isdigit() else part for part in row.tensor.split("."))
+        worst = merged.setdefault(row.tensor, row)
+        for column in ("reference", "triton", "between"):
+            values = [v for v in (getattr(worst, column), getattr(row, column)) if v is not None]
+            setattr(worst, column, max(values) if values else None)
+    return list(merged.values())
+
+
+def skip_tuning() -> None:
+    """Give every FLA kernel its first configuration only: tuning takes minutes and changes speed, not the question."""
+    from triton.runtime.autotuner import Autotuner
+
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("fla.") or module is None:
+            continue
+        for kernel in list(vars(module).values()):
+            while kernel is not None and not isinstance(kernel, Autotuner) and hasattr(kernel, "run"):
+                kernel = getattr(kernel, "fn", None)
+            if isinstance(kernel, Autotuner):
+                kernel.configs = kernel.configs[:1]
+
+
+def markdown(rows: list[Row]) -> str:
+    """The table, one line a tensor."""
+
+    def cell(value: float | None) -> str:
+        return "" if value is None else f"{value:.1e}"
+
+    lines = [
+        "| case | dtype | tensor | reference vs float64 | Triton vs float64 | reference vs Triton |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = (row.case, row.dtype, row.tensor, cell(row.reference), cell(row.triton), cell(row.between))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, help="write the markdown table here too")
+    parser.add_argument(
+        "--models", default=",".join(DEBUG_MODELS), help="debug models, comma-separated; empty for none"
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args(arguments)
+    device = torch.device(options.device)
+    import_fla()
+    uninstall()
+    if device.type == "cuda":
+        skip_tuning()
+    rows = compare_operators(device) + compare_attention(device)
+    for family in filter(None, options.models.split(",")):
+        rows += compare_model(family, device)
+        gc.collect()
+    table = markdown(rows)
+    print(table)
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(table)
+
+
+if __name__ == "__main__":
+    main()
