@@ -6,6 +6,7 @@ and the rest of flame only reads it.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 from flame.options import option
@@ -184,7 +185,7 @@ class Training:
     """Keep the workers alive from one pass over the data to the next."""
     data_parallel_replicate_degree: int = option(1, minimum=1, not_yet="set it to 1")
     """Copies of the model, each sharded over data_parallel_shard_degree devices."""
-    data_parallel_shard_degree: int = option(-1, minimum=-1)
+    data_parallel_shard_degree: int = option(-1, minimum=-1, refused={0: "set it to -1 or at least 1"})
     """Devices that the parameters are sharded over (FSDP). -1: all that the other degrees leave."""
     enable_cpu_offload: bool = option(False, not_yet=LEAVE_OFF)
     """Keep parameters, gradients and optimizer state in the host's memory."""
@@ -204,7 +205,7 @@ class Training:
     """Compile the model's blocks with torch.compile."""
     gc_freq: int = option(50, minimum=1)
     """Steps from one run of Python's garbage collector to the next."""
-    seed: int = option(42, minimum=0)
+    seed: int = option(42, minimum=0, maximum=2**63 - 1)
     """Seed of the initial weights and the data order."""
     deterministic: bool = option(False)
     """Use only deterministic operations: slower, and equal runs give equal bits."""
@@ -403,6 +404,8 @@ def resolve_defaults(config: JobConfig) -> None:
     Data type choices that depend on the hardware stay ``auto``.
     """
     training, scheduler = config.training, config.lr_scheduler
+    # A shell leaves the ~ of --job.dump_folder=~/run as it is.
+    config.job.dump_folder = os.path.expanduser(config.job.dump_folder)
     if training.batch_size == 0:
         training.batch_size = 1 if training.varlen else 8
     if "training.context_len" not in config.given:

@@ -74,9 +74,9 @@ def _read_key(source: Source, origin: str, name: str, value: Any) -> None:
 
 
 def _files_nearby(path: Path) -> str:
-    """The job files in the folder of a missing one, or in ``configs``, the nearest name first."""
-    folder = path.parent if any(path.parent.glob("*.toml")) else find_resource("configs")
-    found = sorted(str(each) for each in folder.glob("*.toml"))
-    if not found:
-        return ""
-    return names.did_you_mean(names.nearest(str(path), found)) or "; there are " + ", ".join(found[:8])
+    """The nearest name among the job files beside a missing one, or what job files there are, shipped ones too."""
+    folders = [folder for folder in (path.parent, Path("configs")) if any(find_resource(folder).glob("*.toml"))]
+    found = [str(folder / each.name) for folder in folders for each in sorted(find_resource(folder).glob("*.toml"))]
+    return (
+        names.did_you_mean(names.nearest(str(path), found)) or (found and f"; there are {', '.join(found[:8])}") or ""
+    )

@@ -17,8 +17,8 @@ class Rule:
     above: float | None = None
     maximum: float | None = None
     below: float | None = None
-    refused: dict[str, str] = field(default_factory=dict)
-    """Values that used to exist, each with the reason it is gone and what to use."""
+    refused: dict[Any, str] = field(default_factory=dict)
+    """Values that look right and are not, each with the reason and what to use."""
     not_yet: str = ""
     """Set for an option whose feature this version lacks: only the default is taken. Says what to do instead."""
 
@@ -44,7 +44,7 @@ class Rule:
         if self.choices:
             return "one of " + ", ".join(choice or '""' for choice in self.choices)
         bounds = ((self.minimum, "at least"), (self.above, "above"), (self.maximum, "at most"), (self.below, "below"))
-        return " and ".join(f"{word} {bound:g}" for bound, word in bounds if bound is not None)
+        return " and ".join(f"{word} {bound}" for bound, word in bounds if bound is not None)
 
 
 def option(default: Any, *, compare: bool = True, **limits: Any) -> Any:

@@ -58,13 +58,13 @@ def _format_option(name: str, width: int) -> str:
     section_type = names.sections()[name.partition(".")[0]]
     shown_default = "unset" if default is None else show(default)
     facts = [EXPECTED[names.kind_of(name)], rule.describe(), f"default: {shown_default}"]
-    lines = [f"  --{name} ({'; '.join(filter(None, facts))})"]
-    lines.append(field_docs()[f"{section_type.__name__}.{option.name}"])
+    head = f"--{name} ({'; '.join(filter(None, facts))})"
+    lines = [field_docs()[f"{section_type.__name__}.{option.name}"]]
     if rule.not_yet:
         lines.append(f"Not available in this version: {rule.not_yet}.")
     lines += [f"{value} is refused: {reason}." for value, reason in rule.refused.items()]
-    wrap = textwrap.TextWrapper(width, initial_indent=" " * 6, subsequent_indent=" " * 6)
-    return "\n".join([lines[0], wrap.fill(" ".join(lines[1:]))])
+    wrap = textwrap.TextWrapper(width, subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False)
+    return wrap.fill(f"  {head}") + "\n" + wrap.fill(" " * 6 + " ".join(lines))
 
 
 def _format_alias(name: str) -> str:

@@ -74,19 +74,23 @@ def _check_files(config: JobConfig) -> Iterator[Fault]:
     for name in ("model.config", "model.tokenizer_path", "checkpoint.initial_load_path"):
         path = _value(config, name)
         if path and _is_local(path) and not find_resource(path).exists():
-            yield _fault(config, name, f"no such file or folder{_nearby(find_resource(path))}")
+            yield _fault(config, name, f"no such file or folder{_nearby(Path(path))}")
     if Path(config.job.dump_folder).expanduser().is_file():
         yield _fault(config, "job.dump_folder", "is a file; the run needs a folder")
 
 
 def _is_local(path: str) -> bool:
-    """Whether a text can only be a path: a hub id is ``name`` or ``owner/name``, and no file name."""
-    return path.startswith(("/", ".", "~")) or path.endswith(".json") or path.count("/") > 1
+    """Whether a text can only be a path: a hub id is ``name`` or ``owner/name``, and no file name.
+
+    The shipped ``configs`` folder goes before a hub user of that name.
+    """
+    return path.startswith(("/", ".", "~", "configs/")) or path.endswith(".json") or path.count("/") > 1
 
 
 def _nearby(path: Path) -> str:
     """The name in the same folder that is most like that of a missing file."""
-    siblings = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+    folder = find_resource(path.parent)
+    siblings = [each.name for each in folder.iterdir()] if folder.is_dir() else []
     guess = names.nearest(path.name, siblings)
     return names.did_you_mean(guess and str(path.parent / guess))
 

@@ -68,7 +68,7 @@ def _scalar_from_text(kind: str, text: str) -> Any:
         if text.lower() not in ("true", "false"):
             raise ValueError(text)
         return text.lower() == "true"
-    return {"int": int, "float": float, "str": str}[kind](text)
+    return _checked_text(text) if kind == "str" else {"int": int, "float": float}[kind](text)
 
 
 def _scalar_from_toml(kind: str, value: Any) -> Any:
@@ -77,4 +77,12 @@ def _scalar_from_toml(kind: str, value: Any) -> Any:
     # bool is a subclass of int, and `steps = true` is not a number.
     if type(value).__name__ != kind:
         raise ValueError(value)
-    return value
+    return _checked_text(value) if kind == "str" else value
+
+
+def _checked_text(text: str) -> str:
+    """Refuse what neither a file name nor a TOML file can hold: NUL, and bytes of the shell that are not UTF-8."""
+    text.encode("utf-8")
+    if "\0" in text:
+        raise ValueError(text)
+    return text

@@ -178,6 +178,13 @@ def test_blanks_and_signs_survive():
     assert config.optimizer.eps == 1e-15
 
 
+def test_text_that_no_file_can_hold_is_a_fault(write_toml):
+    assert faults_of(*JOB, "--job.description", "\udcff") == ['--job.description = "\udcff": must be text']
+    path = write_toml('[job]\ndescription = "\\u0000"\n')
+    (fault,) = faults_of(*JOB, "--job.config_file", path)
+    assert "must be text" in fault
+
+
 def test_command_line_before_toml_before_defaults(write_toml):
     path = write_toml("[training]\nsteps = 7\nseed = 8\n")
     config = parse("--training.steps", "9", "--job.config_file", path)
@@ -281,6 +288,7 @@ def test_faults_of_both_sources_come_together(write_toml, capsys):
         ("[training]\nsteps = 5.0\n", "training.steps = 5.0: must be a whole number"),
         ("[training]\nvarlen = 1\n", "training.varlen = 1: must be true or false"),
         ("[job]\ndescription = 5\n", "job.description = 5: must be text"),
+        ("[job]\ndescription = 1979-05-27\n", "job.description = 1979-05-27: must be text"),
         ("[training]\ndata_files = [1]\n", "training.data_files = [1]: must be a comma-separated list"),
         ("[training.data]\nsteps = 5\n", "no such option"),
         ("[zzz]\nsteps = 5\n", "[zzz]: no such section; the sections are job, model"),
@@ -305,6 +313,12 @@ def test_missing_job_file_names_those_nearby(tmp_path):
     (tmp_path / "small.toml").touch()
     (fault,) = faults_of("--job.config_file", str(tmp_path / "smal.toml"))
     assert fault.endswith(f'smal.toml": no such file; did you mean {tmp_path / "small.toml"}?')
+
+
+def test_missing_shipped_job_file_names_it_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (fault,) = faults_of("--job.config_file", "configs/debg.toml")
+    assert fault.endswith("no such file; did you mean configs/debug.toml?")
 
 
 def test_shipped_job_file_is_found_from_anywhere(tmp_path, monkeypatch):

@@ -1,15 +1,15 @@
 """The typed config: documented fields, pure data, values that follow from others."""
 
 import ast
-import inspect
+import sys
 from dataclasses import fields
 
 import pytest
 
-import flame.config
 from flame import names
 from flame.config import JobConfig, resolve_defaults
 from flame.options import ALIASES, default_of, rule_of
+from flame.paths import PACKAGE_ROOT
 from flame.usage import field_docs
 
 
@@ -37,14 +37,32 @@ def test_instances_share_no_list():
     assert JobConfig().training.dataset_split == ["train"]
 
 
-def test_config_needs_no_torch():
-    imported = {
-        alias.name.partition(".")[0]
-        for node in ast.walk(ast.parse(inspect.getsource(flame.config)))
-        if isinstance(node, ast.Import)
-        for alias in node.names
-    }
-    assert not imported
+@pytest.mark.parametrize(
+    "module",
+    [
+        "config",
+        "cli",
+        "errors",
+        "exit_codes",
+        "job_file",
+        "launch",
+        "layout",
+        "names",
+        "options",
+        "paths",
+        "settings",
+        "usage",
+        "validate",
+        "values",
+        "versions",
+        "worker",
+    ],
+)
+def test_what_comes_before_training_imports_only_the_standard_library(module):
+    tree = ast.parse((PACKAGE_ROOT / f"{module}.py").read_text())
+    imported = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module for node in tree.body if isinstance(node, ast.ImportFrom)}
+    assert {name.partition(".")[0] for name in imported} <= sys.stdlib_module_names | {"flame"}
 
 
 def test_job_config_has_one_attribute_per_section():
@@ -96,6 +114,14 @@ def test_tokenizer_beside_the_model(config_path, expected):
     config.model.config = config_path
     resolve_defaults(config)
     assert config.model.tokenizer_path == expected
+
+
+def test_run_folder_in_the_home(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    config = JobConfig()
+    config.job.dump_folder = "~/run"
+    resolve_defaults(config)
+    assert config.job.dump_folder == "/home/me/run"
 
 
 def test_resolving_twice_changes_nothing():

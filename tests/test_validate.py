@@ -33,6 +33,7 @@ def test_a_complete_job_has_no_fault():
         ("training.max_norm", "nan", "above 0"),
         ("training.num_workers", "-1", "at least 0"),
         ("training.data_parallel_shard_degree", "-2", "at least -1"),
+        ("training.seed", str(2**63), "at least 0 and at most 9223372036854775807"),
         ("optimizer.lr", "-1", "at least 0 and below inf"),
         ("optimizer.lr", "inf", "at least 0 and below inf"),
         ("optimizer.beta1", "1", "at least 0 and below 1"),
@@ -105,6 +106,14 @@ def test_edges_that_are_allowed(words):
         (
             ["--float8.scaling_type_input", "delayed"],
             '--float8.scaling_type_input = "delayed": torchao dropped delayed scaling: use dynamic',
+        ),
+        (
+            ["--training.data_parallel_shard_degree", "0"],
+            "--training.data_parallel_shard_degree = 0: set it to -1 or at least 1",
+        ),
+        (
+            ["--model.tokenizer_path", "configs/tokenizr"],
+            '--model.tokenizer_path = "configs/tokenizr": no such file or folder; did you mean configs/tokenizer?',
         ),
         (["--job.dump_folder="], '--job.dump_folder = "": needs the name of a folder'),
     ],
