@@ -74,7 +74,7 @@ def build_run(config: JobConfig) -> Run:
         model=model,
         optimizer=optimizer,
         data=data,
-        flops=FlopCounter(model_config),
+        flops=FlopCounter(model),
         checkpoints=checkpoints,
         metrics=MetricLogger(config, config.job.dump_folder, rank=dist.rank, last_step=step),
         meter=StepMeter(dist.device, dist.world_size, **state.get("meter", {})),
@@ -158,6 +158,12 @@ def describe_job(config: JobConfig, built: BuiltModel, backend: str, dist: Distr
         f"{num_sequences * training.seq_len:,}",
         f"{training.steps * num_sequences * training.seq_len:,}",
     )
+    if config.lr_scheduler.warmup_steps > training.steps:
+        logger.warning(
+            "lr_scheduler.warmup_steps = %d is longer than the run: the learning rate rises over all %d steps",
+            config.lr_scheduler.warmup_steps,
+            training.steps,
+        )
     logger.info("no weight decay on %d parameters: %s", len(built.no_decay), summarise(built.no_decay))
 
 
