@@ -95,7 +95,8 @@ class Optimizer:
     weight_decay: float = option(0.1, minimum=0, below=float("inf"))
     """Weight decay of matrices; norms, biases and parameters marked `_no_weight_decay` have none."""
     implementation: str = option("fused", choices=("for-loop", "foreach", "fused"))
-    """How the update is computed: parameter by parameter, in multi-tensor operations, or in one kernel."""
+    """How the update is computed: parameter by parameter, in multi-tensor operations, or in one kernel. Only fused
+    lets skip_nan_inf decide without the host waiting. Unset: fused, and foreach for SGD, which has no fused form."""
     early_step_in_backward: bool = option(False, not_yet=LEAVE_OFF)
     """Update each parameter as soon as its gradient is there, in the backward pass."""
 
@@ -105,7 +106,7 @@ class LRScheduler:
     """The learning rate over the run"""
 
     warmup_steps: int = option(200, minimum=0)
-    """Steps over which the learning rate rises to optimizer.lr. Unset: 200, or training.steps when that is less."""
+    """Steps over which the learning rate rises to optimizer.lr; cut to training.steps where that is less."""
     decay_ratio: float | None = option(None, minimum=0, maximum=1)
     """Share of training.steps over which it decays, at the run's end; between warm-up and decay it is constant.
     Unset: it decays over all steps after warm-up. 0: it stays constant after warm-up."""
@@ -412,6 +413,8 @@ def resolve_defaults(config: JobConfig) -> None:
         training.context_len = min(training.context_len, training.seq_len)
     if "lr_scheduler.warmup_steps" not in config.given:
         scheduler.warmup_steps = min(scheduler.warmup_steps, training.steps)
+    if config.optimizer.name == "SGD" and "optimizer.implementation" not in config.given:
+        config.optimizer.implementation = "foreach"
     if scheduler.decay_type == "wsd":
         scheduler.decay_type = "linear"
         scheduler.decay_ratio = 0.1 if scheduler.decay_ratio is None else scheduler.decay_ratio

@@ -24,8 +24,7 @@ def lr_factor(step: int, num_steps: int, schedule: LRScheduler) -> float:
         step: training step, counted from 1.
         num_steps: last step of the run.
         schedule: ``decay_ratio`` None decays over all steps after the warm-up; a positive share decays over the last
-            ``round(num_steps * decay_ratio)`` steps (warm-up, stable, decay); 0 never decays. ``wsd`` is a linear decay
-            over a tenth of the steps unless a ratio is given.
+            ``round(num_steps * decay_ratio)`` steps (warm-up, stable, decay); 0 never decays.
 
     Returns:
         A number in [0, 1].
@@ -37,16 +36,13 @@ def lr_factor(step: int, num_steps: int, schedule: LRScheduler) -> float:
     if step <= peak_step or peak_step >= num_steps:
         return 1.0
     progress = min(1.0, (step - peak_step) / (num_steps - peak_step))
-    decay = DECAYS["linear" if schedule.decay_type == "wsd" else schedule.decay_type](progress)
-    return schedule.lr_min + (1.0 - schedule.lr_min) * decay
+    return schedule.lr_min + (1.0 - schedule.lr_min) * DECAYS[schedule.decay_type](progress)
 
 
 def _last_peak_step(num_steps: int, warmup_steps: int, schedule: LRScheduler) -> int:
     """The last step at the peak rate: the decay starts after it."""
     first_peak = max(warmup_steps, 1)
     ratio = schedule.decay_ratio
-    if ratio is None and schedule.decay_type == "wsd":
-        ratio = 0.1
     if ratio is None:
         return first_peak
     if ratio == 0.0:

@@ -58,7 +58,17 @@ def step_unless(optimizer: torch.optim.Optimizer, bad: torch.Tensor | None) -> N
     """
     fused = optimizer.defaults.get("fused", False)
     if bad is not None and fused:
+        _start_momentum(optimizer)
         optimizer.grad_scale, optimizer.found_inf = None, bad
     elif bad is not None and bad.item():
         return
     optimizer.step()
+
+
+def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Give SGD its momentum of zero: when its first fused step is skipped, torch 2.11-2.13 leaves it unset memory."""
+    if not isinstance(optimizer, torch.optim.SGD) or optimizer.state or not optimizer.defaults["momentum"]:
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)

@@ -24,6 +24,7 @@ def find_faults(config: JobConfig) -> list[Fault]:
         _check_required,
         _check_files,
         _check_lengths,
+        _check_optimizer,
         _check_datasets,
         _check_checkpoints,
     )
@@ -99,8 +100,12 @@ def _check_lengths(config: JobConfig) -> Iterator[Fault]:
     training = config.training
     if "training.context_len" in config.given and training.context_len > training.seq_len:
         yield _fault(config, "training.context_len", f"at most training.seq_len, which is {training.seq_len}")
-    if "lr_scheduler.warmup_steps" in config.given and config.lr_scheduler.warmup_steps > training.steps:
-        yield _fault(config, "lr_scheduler.warmup_steps", f"at most training.steps, which is {training.steps}")
+
+
+def _check_optimizer(config: JobConfig) -> Iterator[Fault]:
+    optimizer = config.optimizer
+    if optimizer.name == "SGD" and "optimizer.implementation" in config.given and optimizer.implementation == "fused":
+        yield _fault(config, "optimizer.implementation", "SGD over sharded parameters has no fused form; use foreach")
 
 
 def _check_datasets(config: JobConfig) -> Iterator[Fault]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from flame.config import LRScheduler
+from flame.config import JobConfig, LRScheduler, resolve_defaults
 from flame.lr_scheduler import lr_factor
 
 
 def rates(num_steps: int, **options) -> list[float]:
-    schedule = LRScheduler(**options)
+    config = JobConfig(lr_scheduler=LRScheduler(**options))
+    resolve_defaults(config)
+    schedule = config.lr_scheduler
     return [lr_factor(step, num_steps, schedule) for step in range(1, num_steps + 1)]
 
 

@@ -64,6 +64,8 @@ def test_limits(option, bad, allowed):
         ["--lr_scheduler.decay_ratio", "0"],
         ["--lr_scheduler.warmup_steps", "0"],
         ["--lr_scheduler.warmup_steps", "10", "--training.steps", "10"],
+        ["--lr_scheduler.warmup_steps", "1024", "--training.steps", "10"],
+        ["--optimizer.name", "SGD"],
         ["--training.context_len", "2048", "--training.seq_len", "2048"],
         ["--training.seq_len", "16"],
         ["--training.steps", "10"],
@@ -87,8 +89,8 @@ def test_edges_that_are_allowed(words):
             "--training.context_len = 2048: at most training.seq_len, which is 1024",
         ),
         (
-            ["--training.steps", "10", "--training.warmup_steps", "11"],
-            "--training.warmup_steps = 11: at most training.steps, which is 10",
+            ["--optimizer.name", "SGD", "--optimizer.implementation", "fused"],
+            "--optimizer.implementation = fused: SGD over sharded parameters has no fused form; use foreach",
         ),
         (["--training.data_probs", "0.5"], "--training.data_probs = [0.5]: must sum to 1, not 0.5"),
         (
