@@ -34,8 +34,8 @@ def test_clean_fqn(name, clean):
 def test_compile_names(tmp_path):
     """Saved with compile and activation checkpointing on, loaded with both off: the same names."""
     wrapped, plain = make_model(seed=0), make_model(seed=1)
-    wrapped["block"][0] = torch.compile(wrapped["block"][0])
-    wrapped["block"][1] = checkpoint_wrapper(torch.compile(wrapped["block"][1]))
+    wrapped.block[0] = torch.compile(wrapped.block[0])
+    wrapped.block[1] = checkpoint_wrapper(torch.compile(wrapped.block[1]))
     optimizer = torch.optim.AdamW(wrapped.parameters())
     train(wrapped, optimizer)
     saved = model_tensors(wrapped) | optimizer_tensors(wrapped, optimizer)
@@ -52,7 +52,7 @@ def test_compile_names(tmp_path):
 
 def test_tied_parameters_appear_once():
     model = make_model()
-    model["head"].weight = model["embeddings"].weight
+    model.head.weight = model.embeddings.weight
     assert [name for name in model_tensors(model) if "weight" in name and "block" not in name] == [
         "model.embeddings.weight"
     ]

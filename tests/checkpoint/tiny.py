@@ -8,13 +8,22 @@ from torch import nn
 from flame.checkpoint.names import create_optimizer_state, model_tensors, optimizer_tensors
 
 
-def make_model(seed: int = 0, vocab_size: int = 7) -> nn.Module:
-    """An embedding (rows not divisible by 2), a block and a head."""
+class TinyModel(nn.Module):
+    """An embedding (by default with rows that 2 does not divide), a block and a head."""
+
+    def __init__(self, vocab_size: int = 7):
+        super().__init__()
+        self.embeddings = nn.Embedding(vocab_size, 6)
+        self.block = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 6))
+        self.head = nn.Linear(6, vocab_size, bias=False)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.block(self.embeddings(input_ids)))
+
+
+def make_model(seed: int = 0, vocab_size: int = 7) -> TinyModel:
     torch.manual_seed(seed)
-    block = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 6))
-    return nn.ModuleDict(
-        {"embeddings": nn.Embedding(vocab_size, 6), "block": block, "head": nn.Linear(6, vocab_size, bias=False)}
-    )
+    return TinyModel(vocab_size)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = 2) -> None:
