@@ -7,6 +7,8 @@ import math
 import os
 import sys
 
+from flame.metrics.quiet import silence_known_noise
+
 LOGGER_NAME = "flame"
 HANDLER_NAME = "flame-console"
 TORCHRUN_PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
@@ -20,7 +22,8 @@ def setup_logging(rank: int = 0, local_rank: int = 0, *, color: bool = True) -> 
 
     The local ranks named in the environment variable ``LOG_RANK`` ("0" or "0,3"; 0 by default) write everything, the
     others warnings and errors only. A line tells its rank where more than one may write or the writer is not rank 0,
-    unless torchrun was told to put something before every line itself.
+    unless torchrun was told to put something before every line itself. What other libraries say in every healthy run is
+    silenced (``flame.metrics.quiet``).
 
     Args:
         rank: of this process among all.
@@ -39,6 +42,7 @@ def setup_logging(rank: int = 0, local_rank: int = 0, *, color: bool = True) -> 
     logger.addHandler(handler)
     logger.setLevel(logging.INFO if local_rank in log_ranks else logging.WARNING)
     logger.propagate = False
+    silence_known_noise()
 
 
 class ConsoleFormatter(logging.Formatter):

@@ -13,11 +13,14 @@ KNOWN_WARNINGS = (
     "Triton is not supported on current platform",  # fla on a CPU; the reference operators are used there
     "The pynvml package is deprecated",
     "Warning: Profiler clears events at the end of each cycle",  # wanted: one trace a cycle
+    "`past_key_values` is deprecated",  # fla's models still use the older name of the cache
+    "Both `past_key_values` and `cache` are set",
 )
-# ... and log records below ERROR: logger -> parts of their texts, of which none means all.
+# ... and log records below ERROR: logger -> parts of their texts.
 KNOWN_RECORDS: dict[str, tuple[str, ...]] = {
     "torchao": ("Failed to load", "Skipping import of cpp extensions"),  # optional kernels built for other systems
     "torch.utils._pytree": ("natively supported by torch.compile",),  # torchao's registration of its enums
+    "transformers.utils.generic": ("`past_key_values`/`cache_params` are deprecated",),  # fla's models, as above
 }
 
 

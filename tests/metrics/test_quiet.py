@@ -31,16 +31,25 @@ def test_everything_is_as_before_afterwards(caplog):
         warnings.warn("seen", UserWarning, stacklevel=1)
 
 
-def test_known_noise_goes_and_the_rest_stays(caplog):
-    filters = {name: logging.getLogger(name).filters[:] for name in KNOWN_RECORDS}
-    try:
-        with warnings.catch_warnings():
-            silence_known_noise()
-            silence_known_noise()
-        logging.getLogger("torchao").warning("Failed to load a.so: no")
-        logging.getLogger("torchao").warning("out of range")
-        assert len(logging.getLogger("torchao").filters) == len(filters["torchao"]) + 1
-    finally:
-        for name, before in filters.items():
-            logging.getLogger(name).filters[:] = before
-    assert "Failed" not in caplog.text and "out of range" in caplog.text
+@pytest.fixture
+def no_filters():
+    before = {name: logging.getLogger(name).filters[:] for name in KNOWN_RECORDS}
+    for name in KNOWN_RECORDS:
+        logging.getLogger(name).filters.clear()
+    yield
+    for name, filters in before.items():
+        logging.getLogger(name).filters[:] = filters
+
+
+def test_known_noise_goes_and_the_rest_stays(no_filters, caplog):
+    with warnings.catch_warnings(record=True) as seen:
+        silence_known_noise()
+        silence_known_noise()
+        warnings.warn("Triton is not supported on current platform, roll back to CPU.", UserWarning, stacklevel=1)
+        warnings.warn("loss is not finite", UserWarning, stacklevel=1)
+    logging.getLogger("torchao").warning("Failed to load a.so: no")
+    logging.getLogger("torchao").error("Failed to load b.so: a real error")
+    logging.getLogger("torchao").warning("out of range")
+    assert [str(warning.message) for warning in seen] == ["loss is not finite"]
+    assert "a.so" not in caplog.text and "b.so" in caplog.text and "out of range" in caplog.text
+    assert len(logging.getLogger("torchao").filters) == 1
