@@ -2,6 +2,7 @@
 
 ========== ====================================================================================
 sources    what the rows are: local files, saved folders, hub datasets, the standard library
+rows       reading single rows, and what is wrong with one
 order      which row stands at a virtual position, by the keyed permutation of ``permutation``
 tokenize   text to token ids, with the BOS/EOS policy
 streams    S logical streams that walk the order, read ahead and tokenise in batches

@@ -163,9 +163,7 @@ def build_dataloader(
     context_len = min(training.context_len, training.seq_len) if training.varlen else training.seq_len
     plan = DataPlan(
         sources=sources,
-        orders=[
-            RowOrder(len(source), training.seed, index, training.shuffle) for index, source in enumerate(sources)
-        ],
+        orders=[RowOrder(len(source), training.seed, index, training.shuffle) for index, source in enumerate(sources)],
         encoder=encoder,
         num_streams=training.num_streams,
         seq_len=training.seq_len,

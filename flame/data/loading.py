@@ -57,6 +57,8 @@ def load_rows(spec):
         return _load_saved(spec, path)
     files = _expand_files(spec.dataset)
     if files:
+        if not any(Path(file).stat().st_size for file in files):
+            raise UserError(f"--training.dataset {spec.dataset}: it is empty")
         builder = _builder_for(spec.dataset, files)
         options = {"sep": "\t"} if builder == "csv" and ".tsv" in Path(files[0]).suffixes else {}
         return _load(spec, builder, data_files={"train": files}, split=spec.split, **options)
@@ -95,6 +97,8 @@ def _load(spec, target: str, **options):
 def _load_saved(spec, path: Path):
     import datasets
 
+    if not any(path.rglob("*.arrow")):  # what save_to_disk leaves of an empty dataset cannot be loaded
+        raise UserError(f"--training.dataset {spec.dataset}: it has no rows")
     try:
         saved = datasets.load_from_disk(str(path))
     except Exception as error:
@@ -148,7 +152,9 @@ def _looks_local(dataset: str) -> bool:
 
 def _is_transient(error: BaseException) -> bool:
     """Whether trying again may help: the network or the hub's servers failed, not the request itself."""
-    if type(error).__name__ == "OfflineModeIsEnabled" or isinstance(error, FileNotFoundError):
+    import datasets
+
+    if datasets.config.HF_HUB_OFFLINE or isinstance(error, FileNotFoundError):
         return False
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status is not None:
@@ -166,5 +172,7 @@ def _describe(error: BaseException) -> str:
     cause = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
+    if isinstance(cause, StopIteration):  # no file gave the builder a first row
+        return "it has no rows"
     text = " ".join(str(error).split()) or type(error).__name__
     return text if cause is error else f"{text} ({' '.join(str(cause).split()) or type(cause).__name__})"

@@ -68,22 +68,24 @@ def pack_sequence(buffer: StreamBuffer, seq_len: int, context_len: int) -> Seque
     Whole documents are queued, so the true target of a piece's last input is always at hand.
     """
     parts, ends, boundaries = [], [], [0]
-    filled = 0
+    state, filled = buffer.state, 0
     while filled < seq_len:
-        tokens, offset = buffer.documents[0].tokens, buffer.state.offset
-        taken = min(len(tokens) - offset, seq_len - filled)
-        if taken > 0:
+        tokens, offset = buffer.documents[0].tokens, state.offset
+        length = len(tokens)
+        if offset < length:
+            taken = min(length - offset, seq_len - filled)
+            if taken > context_len:
+                boundaries.extend(range(filled + context_len, filled + taken, context_len))
             parts.append(tokens[offset : offset + taken])
-            boundaries.extend(range(filled + context_len, filled + taken, context_len))
             filled += taken
             boundaries.append(filled)
-        buffer.state.offset += max(taken, 0)
-        if buffer.state.offset < len(tokens):
-            following = tokens[buffer.state.offset]
-            continue
-        if taken > 0:
-            ends.append(filled - 1)
-        buffer.finish_document()
+            offset = state.offset = offset + taken
+            if offset == length:
+                ends.append(filled - 1)
+        if offset >= length:
+            buffer.finish_document()
+        else:
+            following = tokens[offset]
     buffer.num_tokens -= seq_len
     input_ids = np.concatenate(parts).astype(np.int32)  # [seq_len]
     labels = np.empty_like(input_ids)

@@ -92,13 +92,17 @@ class DatasetSource:
     def __init__(self, name: str, dataset, text_column: str = ""):
         self.name = name
         self.column = _choose_column(name, dataset, text_column)
-        self.table = dataset.select_columns([self.column]).with_format("arrow")
-        self.is_tokenized = _holds_lists(dataset.features.arrow_schema.field(self.column).type)
+        kind = dataset.features.arrow_schema.field(self.column).type
+        self.is_tokenized = _holds_lists(kind)
+        self.is_mixed = _holds_mixed(kind)
+        self.table = dataset.select_columns([self.column]).with_format(None if self.is_mixed else "arrow")
 
     def __len__(self) -> int:
         return len(self.table)
 
     def read(self, rows: list[int]) -> list:
+        if self.is_mixed:
+            return self.table[rows][self.column]
         column = self.table[rows].column(0)
         if not self.is_tokenized:
             return column.to_pylist()
@@ -129,7 +133,6 @@ def source_fingerprint(source: Source) -> dict[str, str | int]:
         content = value.tobytes() if isinstance(value, np.ndarray) else str(value).encode("utf-8", "surrogatepass")
         digest.update(len(content).to_bytes(8, "little") + content)
     return {
-        "name": source.name,
         "rows": len(source),
         "column": source.column,
         "sampled_rows": digest.hexdigest()[:32],
@@ -149,11 +152,11 @@ def _choose_column(name: str, dataset, text_column: str) -> str:
     if not candidates:
         raise UserError(
             f"--training.dataset {name}: none of its columns ({', '.join(columns)}) is named "
-            f"{', '.join(TEXT_COLUMNS)} or {TOKENS_COLUMN}; name the one that holds the text with --training.text_column"
+            f"{', '.join(TEXT_COLUMNS)} or {TOKENS_COLUMN}; name the one with the text by --training.text_column"
         )
     column = candidates[0]
     kind = dataset.features.arrow_schema.field(column).type
-    if not (_holds_text(kind) or _holds_lists(kind)):
+    if not (_holds_text(kind) or _holds_lists(kind) or _holds_mixed(kind)):
         raise UserError(
             f"--training.dataset {name}: column {column} holds {kind}, neither text nor lists of token ids; "
             "name another with --training.text_column"
@@ -166,6 +169,11 @@ def _holds_text(kind) -> bool:
 
     # A column of type null has only missing values: each of its rows is reported as such.
     return types.is_string(kind) or types.is_large_string(kind) or types.is_null(kind)
+
+
+def _holds_mixed(kind) -> bool:
+    """Newer ``datasets`` keep a JSON column of several types; its rows that are not text are reported one by one."""
+    return getattr(kind, "extension_name", "") == "arrow.json"
 
 
 def _holds_lists(kind) -> bool:

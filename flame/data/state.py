@@ -75,7 +75,7 @@ def check_fingerprint(saved: dict, current: dict) -> None:
         raise UserError(
             "the data is not what the checkpoint was trained on, so its position means nothing here:\n"
             + "\n".join(differences)
-            + "\nrestore these, or give --training.ignore_data_fingerprint to go on from the saved position all the same"
+            + "\nrestore these, or go on from the saved position all the same with --training.ignore_data_fingerprint"
         )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from flame.data.order import RowOrder
 from flame.data.pack import Document, Sequence, StreamBuffer, pack_sequence
+from flame.data.rows import find_fault, read_rows
 from flame.data.sources import Source
 from flame.data.state import StreamState
 from flame.data.tokenize import DocumentEncoder
@@ -146,27 +147,15 @@ def read_documents(plan: DataPlan, source_index: int, rows: list[int]) -> list[D
             column.
     """
     source, encoder = plan.sources[source_index], plan.encoder
-    try:
-        values = source.read(rows)
-    except Exception as error:  # whatever a file system or Arrow raises for damaged files
-        raise UserError(
-            f"{source.name}: rows {min(rows)} to {max(rows)} cannot be read ({type(error).__name__}: {error})"
-        ) from error
-    expected = np.ndarray if source.is_tokenized else str
-    bad = [not isinstance(value, expected) for value in values]
-    if any(bad) and not plan.skip_bad_rows:
-        place = bad.index(True)
-        raise UserError(_describe_bad_row(source, rows[place], values[place]))
-    good = [value for value, is_bad in zip(values, bad, strict=True) if not is_bad]
+    values = read_rows(source, rows)
+    faults = [find_fault(value, source.is_tokenized, encoder.vocab_size) for value in values]
+    for row, fault in zip(rows, faults, strict=True):
+        if fault and not plan.skip_bad_rows:
+            raise UserError(
+                f"{source.name}: row {row} (counted from 0), column {source.column}: {fault}; "
+                "mend the row, or leave such rows out with --training.on_bad_row skip"
+            )
+    good = [value for value, fault in zip(values, faults, strict=True) if not fault]
     encoded = iter(encoder.encode_ids(good) if source.is_tokenized else encoder.encode_texts(good))
     empty = np.empty(0, dtype=encoder.dtype)
-    return [Document(empty if is_bad else next(encoded), source_index, is_bad) for is_bad in bad]
-
-
-def _describe_bad_row(source: Source, row: int, value) -> str:
-    wanted = "a list of token ids" if source.is_tokenized else "text"
-    found = "missing or has missing parts" if value is None else f"a {type(value).__name__}"
-    return (
-        f"{source.name}: row {row} (counted from 0), column {source.column}: the value is {found}, not {wanted}; "
-        "mend the row, or leave such rows out with --training.on_bad_row skip"
-    )
+    return [Document(empty if fault else next(encoded), source_index, bool(fault)) for fault in faults]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from pathlib import Path
+from collections.abc import Iterable
+from itertools import pairwise
 
 import numpy as np
 
@@ -60,20 +61,18 @@ class DocumentEncoder:
 
     def encode_texts(self, texts: list[str]) -> list[np.ndarray]:
         """Token ids of each text, 1-D; an empty text gives none at all, not even BOS or EOS."""
-        if self.tokenizer.is_fast:
-            backend = self.tokenizer.backend_tokenizer
-            backend.no_padding()
-            backend.no_truncation()
-            encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
-            return [self._frame(encoding.ids) for encoding in encodings]
-        encoded = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
-        return [self._frame(ids) for ids in encoded]
+        if not self.tokenizer.is_fast:
+            encoded = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+            return self._frame_all(encoded)
+        backend = self.tokenizer.backend_tokenizer
+        backend.no_padding()
+        backend.no_truncation()
+        return self._frame_all(encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False))
 
     def encode_ids(self, rows: list[np.ndarray]) -> list[np.ndarray]:
         """Token ids of each pre-tokenised row, 1-D, equal to those of the text it was made from.
 
-        Raises:
-            ValueError: an id lies outside the tokenizer's vocabulary.
+        ``rows`` are int64 [length], each id inside the vocabulary.
         """
         return [self._frame_ids(ids) for ids in rows]
 
@@ -84,17 +83,21 @@ class DocumentEncoder:
         digest = hashlib.sha256(f"{vocab}{list(probe)}".encode()).hexdigest()
         return {"vocabulary": digest[:32], "opening": list(self.opening), "closing": list(self.closing)}
 
-    def _frame(self, ids: list[int]) -> np.ndarray:
-        if not ids:
-            return np.empty(0, dtype=self.dtype)
-        framed = [*self.opening, *ids, *self.closing]
-        return np.fromiter(framed, dtype=self.dtype, count=len(framed))
+    def _frame_all(self, encoded: Iterable[list[int]]) -> list[np.ndarray]:
+        """One array is filled for all documents, since filling one for each takes a tenth of the time of tokenizing."""
+        joined, ends = [], [0]
+        for ids in encoded:
+            if ids:
+                joined += self.opening
+                joined += ids
+                joined += self.closing
+            ends.append(len(joined))
+        tokens = np.fromiter(joined, dtype=self.dtype, count=len(joined))
+        return [tokens[start:end].copy() for start, end in pairwise(ends)]
 
     def _frame_ids(self, ids: np.ndarray) -> np.ndarray:
         if not ids.size:
             return np.empty(0, dtype=self.dtype)
-        if ids.min() < 0 or ids.max() >= self.vocab_size:
-            raise ValueError(f"token id {ids.max() if ids.min() >= 0 else ids.min()} is outside 0..{self.vocab_size - 1}")
         opened = ids[: len(self.opening)].tolist() == self.opening
         closed = not self.closing or ids[-len(self.closing) :].tolist() == self.closing
         parts = [[] if opened else self.opening, ids, [] if closed else self.closing]

@@ -1,0 +1,86 @@
+from types import SimpleNamespace
+
+import datasets
+import numpy as np
+import pytest
+
+from flame.data.sources import DatasetSource, SourceSpec, TextSource, open_source, source_fingerprint, source_specs
+from flame.errors import UserError
+
+
+def training(**values):
+    defaults = {"dataset": [], "dataset_name": [], "dataset_split": ["train"], "data_dir": [], "data_files": []}
+    return SimpleNamespace(**{**defaults, **values})
+
+
+def test_one_dataset_takes_all_data_files():
+    (spec,) = source_specs(training(dataset=["json"], data_files=["a.json", "b.json"]))
+    assert spec == SourceSpec("json", data_files=("a.json", "b.json"))
+
+
+def test_single_values_serve_every_dataset():
+    specs = source_specs(training(dataset=["a", "b"], dataset_split=["dev"], dataset_name=["x", "y"]))
+    assert specs == [SourceSpec("a", "x", "dev"), SourceSpec("b", "y", "dev")]
+
+
+def test_split_defaults_to_train():
+    (spec,) = source_specs(training(dataset=["a"], dataset_split=[]))
+    assert spec.split == "train"
+
+
+@pytest.mark.parametrize(
+    "columns, text_column, chosen",
+    [
+        (["text", "content", "input_ids"], "", "text"),
+        (["content", "id"], "", "content"),
+        (["text", "body"], "body", "body"),
+    ],
+)
+def test_text_column(columns, text_column, chosen):
+    dataset = datasets.Dataset.from_dict({column: [column] for column in columns})
+    source = DatasetSource("rows", dataset, text_column)
+    assert source.column == chosen and source.read([0]) == [chosen]
+
+
+def test_rows_come_in_the_order_asked_for():
+    source = DatasetSource("rows", datasets.Dataset.from_dict({"text": list("abcdef")}).select([5, 4, 3, 0]))
+    assert source.read([2, 0, 3, 0]) == ["d", "f", "a", "f"]
+
+
+def test_tokenised_rows():
+    source = DatasetSource("rows", datasets.Dataset.from_dict({"input_ids": [[1, 2], [], None, [3, None]]}))
+    assert source.is_tokenized
+    values = source.read([0, 1, 2, 3])
+    assert values[0].tolist() == [1, 2] and values[1].tolist() == [] and values[2] is values[3] is None
+
+
+def test_faults_name_the_columns():
+    dataset = datasets.Dataset.from_dict({"body": ["a"], "score": [1]})
+    with pytest.raises(UserError, match=r"body, score.*text_column"):
+        DatasetSource("rows", dataset)
+    with pytest.raises(UserError, match=r"no such column.*body, score"):
+        DatasetSource("rows", dataset, "txt")
+    with pytest.raises(UserError, match="score holds int64"):
+        DatasetSource("rows", dataset, "score")
+
+
+def test_a_split_without_rows_is_refused(tmp_path):
+    datasets.Dataset.from_dict({"text": []}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(UserError, match="no rows"):
+        open_source(SourceSpec(str(tmp_path / "saved")))
+
+
+def test_unknown_embedded_corpus():
+    with pytest.raises(UserError, match="builtin:stdlib"):
+        open_source(SourceSpec("builtin:books"))
+
+
+def test_fingerprint_knows_the_content_not_the_place(tmp_path):
+    dataset = datasets.Dataset.from_dict({"text": ["a", "b"]})
+    dataset.save_to_disk(tmp_path / "saved")
+    moved = DatasetSource("rows", datasets.load_from_disk(str(tmp_path / "saved")))
+    assert source_fingerprint(DatasetSource("rows", dataset)) == source_fingerprint(moved)
+    assert source_fingerprint(TextSource("rows", ["a", "b"])) == source_fingerprint(moved)
+    assert source_fingerprint(TextSource("rows", ["a", "c"])) != source_fingerprint(moved)
+    tokens = datasets.Dataset.from_dict({"input_ids": [np.arange(3), np.arange(2)]})
+    assert source_fingerprint(DatasetSource("rows", tokens))["column"] == "input_ids"

@@ -1,0 +1,39 @@
+import json
+
+import pytest
+
+from flame.data.state import StreamState, check_fingerprint, merge_state_dicts
+from flame.errors import UserError
+
+
+def part(streams: dict[str, list[int]], num_streams: int) -> dict:
+    return {"version": 1, "num_sequences": 8, "num_streams": num_streams, "fingerprint": {}, "streams": streams}
+
+
+def test_stream_state_round_trip():
+    state = StreamState([3, 5], draws=8, offset=17, skipped=2)
+    assert StreamState.from_list(json.loads(json.dumps(state.to_list()))) == state
+
+
+def test_ranks_are_merged_in_stream_order():
+    merged = merge_state_dicts([part({"1": [1], "3": [3]}, 4), part({"0": [0], "2": [2]}, 4)])
+    assert merged["streams"] == [[0], [1], [2], [3]]
+
+
+def test_a_missing_rank_is_noticed():
+    with pytest.raises(AssertionError, match="2 of 4"):
+        merge_state_dicts([part({"1": [1], "3": [3]}, 4)])
+
+
+def test_state_of_a_thousand_streams_and_four_sources_is_small():
+    streams = {str(number): StreamState([10**6] * 4, 4 * 10**6, 10**6, 1000).to_list() for number in range(1024)}
+    assert len(json.dumps(merge_state_dicts([part(streams, 1024)]))) < 128 * 1024
+
+
+def test_what_changed_is_named():
+    saved = {"order": {"seed": 1}, "sources": [{"rows": 3}], "packing": {"seq_len": 8}}
+    check_fingerprint(saved, json.loads(json.dumps(saved)))
+    current = {"order": {"seed": 2}, "sources": [{"rows": 4}], "packing": {"seq_len": 8}}
+    with pytest.raises(UserError, match=r"order.seed: 1 in the checkpoint, 2 now") as caught:
+        check_fingerprint(saved, current)
+    assert "rows" in str(caught.value) and "seq_len" not in str(caught.value)
