@@ -118,9 +118,15 @@ def plan_shards(specs: Mapping[str, TensorSpec], max_bytes: int, tag: str = "") 
 
 
 def free_tag(folder: Path, specs: Mapping[str, TensorSpec], max_bytes: int) -> str:
-    """A tag under which no shard file has the name of one in the folder, so that moving in replaces none."""
-    tags = ["", *(f"{i}-" for i in range(1, 1000))]
-    return next(tag for tag in tags if not any((folder / name).exists() for name in plan_shards(specs, max_bytes, tag)))
+    """A tag under which no shard file has the name of one in the folder, so that moving in replaces none.
+
+    A single file needs none: its rename is the whole change.
+    """
+    tag, number = "", 0
+    while any((folder / name).exists() for name in plan_shards(specs, max_bytes, tag) if name != SINGLE):
+        number += 1
+        tag = f"{number}-"
+    return tag
 
 
 def write_index(folder: Path, shards: Mapping[str, Mapping[str, TensorSpec]]) -> None:
