@@ -42,7 +42,7 @@ def test_bos_and_eos(tokenizer, add_bos, add_eos, expected):
 
 
 def test_asking_for_a_token_that_there_is_not():
-    with pytest.raises(UserError, match="add_bos true.*no BOS"):
+    with pytest.raises(UserError, match=r"add_bos true.*no BOS"):
         DocumentEncoder(word_tokenizer(), "true", "auto")
 
 
