@@ -1,10 +1,12 @@
 """Which code runs FLA's operators, and the one list of everything that flame replaces inside FLA.
 
-Two sets of replacements, written against flash-linear-attention 0.6:
+Three sets of replacements, written against flash-linear-attention 0.6:
 
 - reference operators: FLA's are Triton kernels, which do not run on a CPU; `--model.backend reference` also asks for
   them on a GPU, to check a kernel against an independent answer.
 - softmax attention: FLA's layers raise ImportError when the flash_attn package is missing.
+- one backward step of the gated operators: FLA refuses it on Hopper GPUs with Triton 3.4 to 3.7.0, where the compiler
+  gets it wrong (flash-linear-attention issue 640; Triton 3.7.1 is right again).
 
 A function is replaced by identity, wherever a loaded `fla` module has bound it: FLA's modules import each other's
 functions by name, so that replacing it at its home alone would change nothing. FLA's own backend registry covers only
@@ -15,15 +17,21 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.metadata
+import importlib.util
 import io
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from flame.errors import UserError
 from flame.models.attention import make_attention, resolve_attention_backend
+from flame.models.chunk_backward import chunk_bwd_dqkwg
 
 BACKENDS = ("auto", "triton", "reference")
 REFERENCE_FAMILIES = ("delta_net", "gated_deltanet", "gla", "transformer")
@@ -100,13 +108,15 @@ def setup_backend(
     uninstall()
     if resolved == "reference":
         _install_reference()
+    elif needs_chunk_backward():
+        _install_chunk_backward()
     if attention != "flash":
         _install_attention(attention, context_len)
     return resolved
 
 
 def resolve_backend(backend: str, device_type: str) -> str:
-    """"triton" or "reference" for a requested backend and a device type."""
+    """ "triton" or "reference" for a requested backend and a device type."""
     if backend not in BACKENDS:
         raise UserError(f"model.backend = {backend!r}; allowed: {', '.join(BACKENDS)}")
     if backend == "auto":
@@ -168,6 +178,28 @@ def _install_reference() -> None:
     for module_name, class_name, method, source in _METHODS:
         cls = _find(module_name, class_name)
         _replace(cls, method, _reference(source, method))
+
+
+def needs_chunk_backward() -> bool:
+    """Whether FLA would refuse the backward of its gated operators on this machine's GPU and Triton."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        return False
+    if importlib.util.find_spec("tilelang") is not None:
+        return False  # FLA dispatches to its tilelang kernel before it looks at Triton
+    return (3, 4) <= _release(importlib.metadata.version("triton")) < (3, 7, 1)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.match(r"\d+(?:\.\d+)*", version).group().split("."))
+
+
+def _install_chunk_backward() -> None:
+    original = _find("fla.ops.common.chunk_o", "chunk_bwd_dqkwg")
+
+    def chunk_bwd_dqkwg_or_kernel(*args: Any, g: Any = None, **options: Any) -> Any:
+        return original(*args, **options) if g is None else chunk_bwd_dqkwg(*args, g=g, **options)
+
+    _replace_everywhere(original, chunk_bwd_dqkwg_or_kernel)
 
 
 def _install_attention(backend: str, context_len: int | None) -> None:

@@ -73,9 +73,13 @@ def check_loss_support(model: nn.Module) -> None:
     if getattr(model, "get_decoder", None) is None or model.get_decoder() in (None, model):
         raise UserError(f"{name} has no decoder apart from its head (get_decoder); flame cannot compute its loss")
     if not isinstance(model.get_output_embeddings(), nn.Linear):
-        raise UserError(f"{name} has no linear output projection (get_output_embeddings); flame cannot compute its loss")
+        raise UserError(
+            f"{name} has no linear output projection (get_output_embeddings); flame cannot compute its loss"
+        )
     if is_fla_model(model) and config.model_type == "mom" and config.aux_loss_scale:
-        raise UserError("mom adds a load-balancing loss, which flame does not have; set aux_loss_scale to 0 in its config")
+        raise UserError(
+            "mom adds a load-balancing loss, which flame does not have; set aux_loss_scale to 0 in its config"
+        )
     if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0):
         raise UserError(
             f"{name} adds a router loss, which flame does not have; set output_router_logits to false in its config"

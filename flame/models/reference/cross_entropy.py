@@ -31,9 +31,7 @@ def cross_entropy_loss(
     if process_group is not None:
         raise UserError("the reference backend does not have a vocabulary-parallel cross entropy")
     logits = _transform(logits.to(compute_dtype(logits)), logit_scale, logit_softcapping)
-    loss = F.cross_entropy(
-        logits, target, reduction="none", ignore_index=ignore_index, label_smoothing=label_smoothing
-    )
+    loss = F.cross_entropy(logits, target, reduction="none", ignore_index=ignore_index, label_smoothing=label_smoothing)
     if lse_square_scale == 0.0:
         return loss, torch.zeros_like(loss)
     z_loss = (lse_square_scale * logits.logsumexp(-1).square()).masked_fill(target == ignore_index, 0.0)
