@@ -156,7 +156,7 @@ def test_metadata_cannot_name_files_outside(tmp_path, path):
 @pytest.mark.parametrize("data", [b"", b"garbage", pickle.dumps(Metadata({})), pickle.dumps(3)])
 def test_damaged_metadata(tmp_path, data):
     (tmp_path / METADATA).write_bytes(data)
-    with pytest.raises(BrokenCheckpoint, match=".metadata is damaged"):
+    with pytest.raises(BrokenCheckpoint, match=r"\.metadata is damaged"):
         read_metadata(tmp_path)
 
 

@@ -141,7 +141,7 @@ def test_tied_names_in_the_source_are_no_surplus(tmp_path):
 def test_half_files(tmp_path):
     folder = write_hf(tmp_path / "hf", weights(), sharded=True)
     (folder / "model-1.safetensors").unlink()
-    with pytest.raises(UserError, match="5 of 6 shard files found; missing: model-1.safetensors"):
+    with pytest.raises(UserError, match=r"5 of 6 shard files found; missing: model-1\.safetensors"):
         load_initial(folder, make_state())
 
 

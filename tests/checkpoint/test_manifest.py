@@ -54,7 +54,7 @@ def test_flipped_bit(tmp_path):
     data[4] ^= 1
     (tmp_path / ".metadata").write_bytes(data)
     check_complete(tmp_path, manifest)
-    with pytest.raises(BrokenCheckpoint, match=".metadata is damaged"):
+    with pytest.raises(BrokenCheckpoint, match=r"\.metadata is damaged"):
         check_contents(tmp_path, manifest.files)
 
 
@@ -65,7 +65,7 @@ def test_any_flipped_bit_of_the_manifest_is_found(tmp_path):
         if chr(byte) in " \n":
             continue  # white space between the entries means nothing
         (tmp_path / MANIFEST).write_bytes(good[:position] + bytes([byte ^ 4]) + good[position + 1 :])
-        with pytest.raises(BrokenCheckpoint, match="damaged|leads out|later flame"):
+        with pytest.raises(BrokenCheckpoint, match=r"damaged|leads out|later flame"):
             read_manifest(tmp_path)
 
 

@@ -109,7 +109,7 @@ def a_folder_that_is_not_shared(rank, root):
     checkpoints = CheckpointManager(root / "unshared" / str(rank))
     local = manager_module.folders.start_writing
     checkpoints.ranks.on_main = lambda function: _on_main_elsewhere(rank, root, function)
-    with pytest.raises(SaveError, match="rank 1: .* is not shared between the nodes"):
+    with pytest.raises(SaveError, match=r"rank 1: .* is not shared between the nodes"):
         checkpoints.save(1, {"model.a": torch.zeros(2)}, {})
     assert manager_module.folders.start_writing is local
 
@@ -126,9 +126,9 @@ def decisions(rank, root):
     assert ranks.gather(rank) == [0, 1]
     with pytest.raises(UserError, match="only rank 0 knows"):
         ranks.on_main(lambda: raise_(UserError("only rank 0 knows")))
-    with pytest.raises(RuntimeError, match="rank 1: ValueError: odd"):
+    with pytest.raises(RuntimeError, match=r"rank 1: ValueError: odd"):
         ranks.together(lambda: raise_(ValueError("odd")) if rank == 1 else 0)
-    with pytest.raises(UserError, match="no such step in .*; steps there are: 3"):
+    with pytest.raises(UserError, match=r"no such step in .*; steps there are: 3"):
         CheckpointManager(root / "from1").find_step(999)
     alone = Ranks(alone=True)
     assert (alone.size, alone.on_main(lambda: rank)) == (1, rank)
