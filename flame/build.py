@@ -27,7 +27,7 @@ from flame.models.loss import attach_training_forward, check_varlen_support, is_
 from flame.optimizer import build_optimizer
 from flame.parallel.distributed import Distributed, init_distributed
 from flame.parallel.fsdp import shard_model
-from flame.profiling import Profiler
+from flame.profiling import Profiler, check_profiling
 from flame.restore import restore
 from flame.run import Run
 from flame.runtime import GarbageCollector, has_fast_bfloat16, set_determinism
@@ -44,6 +44,7 @@ def build_run(config: JobConfig) -> Run:
     dist = init_distributed(config.comm, config.job.dump_folder)
     setup_logging(dist.rank, dist.local_rank, color=not config.metrics.disable_color_printing)
     set_determinism(config.training.deterministic)
+    check_profiling(config.profiling, dist.device)
 
     tokenizer = load_tokenizer(config.model.tokenizer_path, config.model.trust_remote_code)
     backend = setup_backend(

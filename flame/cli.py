@@ -92,8 +92,7 @@ def _group(argv: list[str], source: Source) -> list[tuple[str, list[str]]]:
 def _split_negation(flag: str) -> tuple[str, bool]:
     """``--no-section.name`` and ``--section.no-name`` both switch ``section.name`` off."""
     name = flag.removeprefix("--")
-    section, _, key = name.partition(".")
-    positive = f"{section.removeprefix('no-')}.{key.removeprefix('no-')}"
+    positive = name.replace("no-", "", 1)
     return (positive, True) if positive != name and names.is_known(positive) else (name, False)
 
 

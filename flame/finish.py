@@ -18,9 +18,9 @@ logger = logging.getLogger(__name__)
 def finish_run(run: Run) -> None:
     """Export the last checkpoint, draw the loss curve and print a sample, on the main rank while the others wait."""
     if run.dist.is_main:
-        write_report([run.dump_folder])
         if run.config.checkpoint.export_hf:
             export(run)
+        logger.info("%s", write_report([run.dump_folder]))
     run.dist.long_barrier()
 
 

@@ -20,6 +20,18 @@ MAX_WARMUP_STEPS = 3  # traced and thrown away, so that the profiler's own start
 MAX_SNAPSHOT_ENTRIES = 100_000  # allocations and frees that a snapshot looks back on
 
 
+def check_profiling(profiling: Profiling, device: torch.device) -> None:
+    """Refuse what the device cannot do, before anything else of the run is built.
+
+    Raises:
+        UserError: a memory snapshot is wanted of a device that is not a GPU.
+    """
+    if profiling.enable_memory_snapshot and device.type != "cuda":
+        raise UserError(
+            f"profiling.enable_memory_snapshot: needs a CUDA device, this run is on {device.type}; turn it off"
+        )
+
+
 class Profiler:
     """A context around the training loop, with ``step()`` to be called at each step's end; does nothing when off.
 
@@ -34,9 +46,6 @@ class Profiler:
         device: what is trained on.
         rank: of this process among all.
         last_step: the step of the loaded checkpoint, so that N counts the run's steps.
-
-    Raises:
-        UserError: a memory snapshot is wanted of a device that is not a GPU.
     """
 
     def __init__(
@@ -106,10 +115,6 @@ class MemorySnapshots:
     """
 
     def __init__(self, folder: Path, every: int, device: torch.device, rank: int = 0, last_step: int = 0):
-        if device.type != "cuda":
-            raise UserError(
-                f"profiling.enable_memory_snapshot: needs a CUDA device, this run is on {device.type}; turn it off"
-            )
         self.folder, self.every, self.rank, self._step = folder, every, rank, last_step
 
     def __enter__(self) -> MemorySnapshots:

@@ -65,7 +65,6 @@ class Run:
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._first_step = self.step + 1
         self._saved_at = time.monotonic()
-        self.profiler.__enter__()
 
     @property
     def dump_folder(self) -> Path:
@@ -172,9 +171,13 @@ class Run:
         self.profiler.step()
         self.gc.step(self.step)
 
-    def close(self) -> None:
+    def __enter__(self) -> Run:
+        self.profiler.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
         """Stop workers and writers."""
-        self.profiler.__exit__(None, None, None)
+        self.profiler.__exit__(*exception)
         self.data.close()
         self.metrics.close()
         self.gc.close()

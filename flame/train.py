@@ -23,7 +23,7 @@ from flame.parallel.distributed import set_timeout, shutdown
 from flame.run import Run
 from flame.runtime import seed_step
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("flame.train")  # not __name__, which is __main__ under python -m
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,8 +47,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def train(config: JobConfig) -> None:
     """Run a whole job: build, restore, train, export."""
-    run = build_run(config)
-    try:
+    with build_run(config) as run:
         if config.checkpoint.create_seed_checkpoint:
             run.save()
             return
@@ -57,8 +56,6 @@ def train(config: JobConfig) -> None:
         else:
             train_loop(run)
         finish_run(run)
-    finally:
-        run.close()
 
 
 def train_loop(run: Run) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from flame.config import Profiling
 from flame.errors import UserError
-from flame.profiling import Profiler
+from flame.profiling import Profiler, check_profiling
 
 CPU = torch.device("cpu")
 
@@ -56,9 +56,9 @@ def test_exception_passes(tmp_path):
         raise KeyError("x")
 
 
-def test_memory_snapshot_needs_a_gpu(tmp_path):
+def test_memory_snapshot_needs_a_gpu():
     with pytest.raises(UserError, match=r"enable_memory_snapshot.*CUDA"):
-        Profiler(Profiling(enable_memory_snapshot=True), tmp_path, CPU)
+        check_profiling(Profiling(enable_memory_snapshot=True), CPU)
 
 
 @pytest.mark.gpu

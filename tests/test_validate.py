@@ -90,7 +90,7 @@ def test_edges_that_are_allowed(words):
         ),
         (
             ["--optimizer.name", "SGD", "--optimizer.implementation", "fused"],
-            "--optimizer.implementation = fused: SGD over sharded parameters has no fused form; use foreach",
+            '--optimizer.implementation = "fused": SGD over sharded parameters has no fused form; use foreach',
         ),
         (["--training.data_probs", "0.5"], "--training.data_probs = [0.5]: must sum to 1, not 0.5"),
         (

@@ -98,10 +98,13 @@ def build_recipe(build: Callable[[], nn.Module]) -> tuple[nn.Module, InitRecipe]
         with recording() as recorder:
             model = build()
         recipe = TapeRecipe.from_recording(recorder, dict(named_tensors(model)))
-    except RecordError as fault:
-        logger.warning("initial weights: building the whole model on the CPU on every rank, since %s", fault)
+    except UserError:
+        raise
+    except Exception as fault:  # whatever trips over the recording; a fault of the class itself recurs just below
         with torch.random.fork_rng([]):
             model = build()
+        reason = fault if isinstance(fault, RecordError) else f"{type(fault).__name__}: {fault}"
+        logger.warning("initial weights: the whole model is built on the CPU by every rank, since %s", reason)
         recipe = EagerRecipe(build)
     to_meta(model)
     return model, recipe

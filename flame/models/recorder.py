@@ -38,8 +38,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 # In-place operations after which nothing of the written tensor's earlier content is left.
 _OVERWRITING = frozenset({"normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "log_normal_", "exponential_"})
 
-# Constants up to this many elements are kept as values (256 KiB of float32).
-_MAX_FOLDED_NUMEL = 2**16
+# Tensors up to this many elements (256 KiB of float32) have memory during the recording.
+_MAX_REAL_NUMEL = 2**16
 
 
 class RecordError(RuntimeError):
@@ -237,9 +237,13 @@ class Recorder(TorchDispatchMode):
             return False
         if tensors:
             return not any(isinstance(t, FakeTensor) or self._is_recorded(t) for t in tensors)
+        return self._makes_little(func, args, kwargs)
+
+    def _makes_little(self, func, args, kwargs) -> bool:
+        """Whether a factory function's result is small enough to be a real tensor."""
         with self._fake_mode:
             outputs = tree_flatten(func(*args, **kwargs))[0]
-        return all(o.numel() <= _MAX_FOLDED_NUMEL for o in outputs if isinstance(o, torch.Tensor))
+        return all(o.numel() <= _MAX_REAL_NUMEL for o in outputs if isinstance(o, torch.Tensor))
 
     def _adopt(self, tensor: torch.Tensor) -> None:
         """Begin to record a tensor known by value, since an event is about to write to it."""
@@ -259,7 +263,9 @@ class Recorder(TorchDispatchMode):
 
     def _execute(self, func, args, kwargs, tensors: list[torch.Tensor], written: list[torch.Tensor]) -> Any:
         """Carry the operation out as far as shapes need it."""
-        if tensors and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        if not any(isinstance(tensor, FakeTensor) for tensor in tensors) and (
+            tensors or self._makes_little(func, args, kwargs)
+        ):
             return func(*args, **kwargs)
         if any(not isinstance(tensor, FakeTensor) for tensor in written):
             if len(written) != 1 or len(func._schema.returns) != 1:
