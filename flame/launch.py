@@ -135,7 +135,7 @@ def _report_failure(rank: int, local_rank: int, code: int, log_folder: Path, lay
     print(f"flame: rank {rank} ended with exit code {code}; the logs of all ranks: {logs}", file=sys.stderr)
     if str(local_rank) not in layout.shown_ranks.split(","):
         last_lines = (logs / str(local_rank) / "stderr.log").read_text(errors="replace").splitlines()[-30:]
-        print("\n".join(f"[rank {rank}] {line}" for line in last_lines), file=sys.stderr)
+        print("".join(f"[rank {rank}] {line}\n" for line in last_lines), file=sys.stderr, end="")
 
 
 def entry() -> None:
