@@ -1,0 +1,237 @@
+"""flame.models.init: every tensor of every family is set, as the plain build sets it, in any layout."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from flame.errors import UserError
+from flame.models.blocks import find_blocks
+from flame.models.init import (
+    EagerRecipe,
+    TapeRecipe,
+    build_recipe,
+    init_weights,
+    named_tensors,
+    original_name,
+    tied_groups,
+)
+from flame.models.recorder import Constant, recording
+from tests.models.families import FAMILIES, build_eagerly, tiny_config
+
+
+def poison(model: nn.Module) -> None:
+    """Fill the memory that ``to_empty`` left as it was with values that no initialisation gives."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        tensor.detach().fill_(float("nan") if tensor.is_floating_point() else 77)
+
+
+def initialised(build, seed: int = 0) -> nn.Module:
+    """Build on meta, materialise, poison, initialise."""
+    model, recipe = build_recipe(build)
+    tied = tied_groups(model)
+    assert all(tensor.is_meta for _, tensor in named_tensors(model))
+    model.to_empty(device="cpu")
+    poison(model)
+    init_weights(model, recipe, seed, tied)
+    return model
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach() for name, tensor in named_tensors(model)}
+
+
+@pytest.fixture
+def filled_memory():
+    """Memory from ``torch.empty`` is NaN for the time of a test, so that nothing unset goes unseen."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_poison_init(family, filled_memory):
+    build = functools.partial(build_eagerly, tiny_config(family))
+    got = tensors_of(initialised(build))
+    torch.manual_seed(0)
+    eager = tensors_of(build())
+
+    assert got.keys() == eager.keys()
+    for name, tensor in got.items():
+        assert (tensor.shape, tensor.dtype) == (eager[name].shape, eager[name].dtype), name
+        assert torch.isfinite(tensor).all(), f"{family}: {name} is left unset"
+        if not tensor.is_floating_point():
+            assert torch.equal(tensor, eager[name]), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_recorded_build_is_the_eager_build(family, filled_memory):
+    """Replaying the whole recording in order, with one seed, gives the plain build's weights bit for bit."""
+    config = tiny_config(family)
+    with recording() as recorder:
+        model = build_eagerly(config)
+    targets = {name: recorder.name(tensor) for name, tensor in named_tensors(model)}
+    torch.manual_seed(5)
+    replayed = recorder.tape.replay(range(len(recorder.tape.events)), torch.device("cpu"))
+    torch.manual_seed(5)
+    eager = tensors_of(build_eagerly(config))
+
+    assert targets.keys() == eager.keys()
+    for name, target in targets.items():
+        value = target.value if isinstance(target, Constant) else replayed.tensor(target)
+        assert torch.equal(value, eager[name]), name
+
+
+@pytest.mark.parametrize("family", ["GatedDeltaNet", "Transformer", "RWKV7"])
+def test_same_moments_as_an_eager_build(family):
+    build = functools.partial(build_eagerly, tiny_config(family, hidden_size=128, num_hidden_layers=4))
+    got, eager = tensors_of(initialised(build)), tensors_of(build())
+    for name in got:
+        if got[name].numel() >= 4096:
+            spread = eager[name].float().std().item()
+            assert got[name].float().std().item() == pytest.approx(spread, rel=0.05, abs=1e-6), name
+            assert abs(got[name].float().mean() - eager[name].float().mean()) <= 0.1 * spread + 1e-6, name
+
+
+def test_seed_decides():
+    build = functools.partial(build_eagerly, tiny_config("GatedDeltaNet"))
+    first, again, other = (tensors_of(initialised(build, seed)) for seed in (1, 1, 2))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    random = [name for name in first if "norm" not in name]
+    assert not any(torch.equal(first[name], other[name]) for name in random)
+    layers = [name for name in random if name.startswith("model.layers.0")]
+    assert not any(torch.equal(first[name], first[name.replace(".0.", ".1.", 1)]) for name in layers)
+
+
+def test_global_generator_is_left_alone():
+    build = functools.partial(build_eagerly, tiny_config("GLA"))
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    initialised(build)
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_a_name_keeps_its_weights_when_the_model_grows():
+    """More layers or rows of the vocabulary do not move the draws of the others."""
+    small = tensors_of(initialised(functools.partial(build_eagerly, tiny_config("GLA"))))
+    large = tensors_of(initialised(functools.partial(build_eagerly, tiny_config("GLA", num_hidden_layers=3))))
+    assert all(torch.equal(small[name], large[name]) for name in small)
+
+
+def test_tied_weights_stay_tied():
+    build = functools.partial(build_eagerly, tiny_config("Transformer", tie_word_embeddings=True))
+    model = initialised(build)
+    assert model.lm_head.weight is model.model.embeddings.weight
+
+
+def test_wrapped_names():
+    assert original_name("model._orig_mod.layers.0._checkpoint_wrapped_module.w") == "model.layers.0.w"
+
+
+class Unusual(nn.Module):
+    """Everything that a constructor may do besides filling parameters."""
+
+    def __init__(self):
+        super().__init__()
+        draw = torch.rand(8)
+        self.first = nn.Parameter(draw.log())
+        self.second = nn.Parameter(draw.clone())  # shares its draw with the first
+        self.ramp = nn.Parameter(torch.zeros(8))
+        for i in range(8):
+            self.ramp.data[i] = i**2
+        self.blocks = nn.Parameter(torch.empty(4, 4))
+        with torch.no_grad():
+            self.blocks[:2].fill_(1.0)
+            self.blocks[2:].normal_()
+        self.ramp_drawn_later = nn.Parameter(torch.zeros(8))
+        nn.init.normal_(self.ramp_drawn_later[4:])
+        self.replaced = nn.Parameter(torch.empty(8))
+        self.replaced.data = torch.linspace(0, 1, torch.tensor(8).item())
+        self.plain = torch.arange(3) * 2
+        self.register_buffer("table", torch.tensor([1, 2, 3]), persistent=False)
+
+
+def test_unusual_constructors():
+    model = initialised(Unusual)
+    assert torch.allclose(model.first.exp(), model.second)
+    assert model.ramp.tolist() == [i**2 for i in range(8)]
+    assert (model.blocks[:2] == 1).all()
+    assert model.blocks[2:].std() > 0
+    assert (model.ramp_drawn_later[:4] == 0).all()
+    assert (model.ramp_drawn_later[4:] != 0).all()
+    assert torch.equal(model.replaced, torch.linspace(0, 1, 8))
+    assert model.plain.tolist() == [0, 2, 4]
+    assert model.table.tolist() == [1, 2, 3]
+
+
+class ReadsItsDraws(nn.Module):
+    """Cannot be recorded: control flow that depends on a random value."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), torch.rand(1).item()))
+
+
+def test_what_cannot_be_recorded_is_built_in_full(caplog):
+    with caplog.at_level(logging.WARNING):
+        model, recipe = build_recipe(ReadsItsDraws)
+    assert isinstance(recipe, EagerRecipe)
+    assert "reads the value of a random tensor" in caplog.text
+    model.to_empty(device="cpu")
+    poison(model)
+    init_weights(model, recipe, seed=4)
+    torch.manual_seed(4)
+    assert torch.equal(model.weight, ReadsItsDraws().weight)
+
+
+class HidesTensors(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.hidden = [torch.ones(2)]
+
+
+def test_tensors_in_a_list_are_refused():
+    with pytest.raises(UserError, match=r"HidesTensors\.hidden"):
+        build_recipe(HidesTensors)
+
+
+def _initialise_sharded(rank: int, world_size: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    mesh = init_device_mesh("cpu", (world_size,))
+    # Sizes that two ranks do not divide.
+    config = tiny_config("GatedDeltaNet", num_heads=3, head_dim=11, vocab_size=101, tie_word_embeddings=True)
+    model, recipe = build_recipe(functools.partial(build_eagerly, config))
+    assert isinstance(recipe, TapeRecipe)
+    tied = tied_groups(model)
+    for _, block in find_blocks(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.to_local().detach().fill_(float("nan"))
+    init_weights(model, recipe, seed=7, tied=tied)
+    full = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+    if rank == 0:
+        torch.save(full | {"is_tied": model.lm_head.weight is model.model.embeddings.weight}, f"{folder}/full.pt")
+    dist.destroy_process_group()
+
+
+def test_two_ranks_start_as_one(tmp_path):
+    mp.spawn(_initialise_sharded, args=(2, str(tmp_path)), nprocs=2)
+    sharded = torch.load(tmp_path / "full.pt")
+    config = tiny_config("GatedDeltaNet", num_heads=3, head_dim=11, vocab_size=101, tie_word_embeddings=True)
+    single = initialised(functools.partial(build_eagerly, config), seed=7)
+    assert sharded.pop("is_tied")
+    assert sharded.keys() == dict(single.named_parameters()).keys()
+    for name, parameter in single.named_parameters():
+        assert torch.equal(sharded[name], parameter), name
