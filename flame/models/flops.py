@@ -175,10 +175,11 @@ def _latent_attention(module: nn.Module) -> MixerFlops:
     return MixerFlops(per_pair=per_pair, window=getattr(module, "window_size", None))
 
 
-def _transformers_attention(module: nn.Module) -> MixerFlops:
+def _transformers_attention(module: nn.Module) -> MixerFlops | None:
     """Softmax attention of a Hugging Face model, whose heads stand in the config."""
-    config = module.config
-    num_heads = config.get_text_config().num_attention_heads
+    num_heads = getattr(module.config.get_text_config(), "num_attention_heads", None)
+    if num_heads is None:
+        return None
     return MixerFlops(per_pair=4 * num_heads * module.head_dim, window=getattr(module, "sliding_window", None))
 
 

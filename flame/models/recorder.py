@@ -13,6 +13,8 @@ Private interfaces used here, and nowhere else in flame (torch 2.11 to 2.13):
   serve, since model classes test for ``device.type == "meta"`` and then skip their initialisation.
 - ``torch.utils._python_dispatch.TorchDispatchMode``: the documented extension point, in spite of the module's name.
 - ``OpOverload._schema``: which arguments an operation writes to. There is no public accessor.
+- ``torch.nn.init._no_grad_trunc_normal_``: draws again what falls outside the bounds (since torch 2.13), so it looks at
+  random values; it is replaced during a recording by one operation that does all of this.
 """
 
 from __future__ import annotations
@@ -36,10 +38,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 # In-place operations after which nothing of the written tensor's earlier content is left.
-_OVERWRITING = frozenset({"normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "log_normal_", "exponential_"})
+_OVERWRITING = frozenset(
+    {"normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "exponential_", "flame::trunc_normal_"}
+)
 
 # Tensors up to this many elements (256 KiB of float32) have memory during the recording.
 _MAX_REAL_NUMEL = 2**16
+
+_PLAIN_TRUNC_NORMAL = torch.nn.init._no_grad_trunc_normal_
 
 
 class RecordError(RuntimeError):
@@ -315,6 +321,24 @@ def _written_tensors(func, args, kwargs) -> list[torch.Tensor]:
     return written
 
 
+@torch.library.custom_op("flame::trunc_normal_", mutates_args=("tensor",), tags=(torch.Tag.nondeterministic_seeded,))
+def _trunc_normal_(tensor: torch.Tensor, mean: float, std: float, a: float, b: float) -> None:
+    _PLAIN_TRUNC_NORMAL(tensor, mean, std, a, b)
+
+
+@_trunc_normal_.register_fake
+def _(tensor: torch.Tensor, mean: float, std: float, a: float, b: float) -> None:
+    return None
+
+
+def _recordable_trunc_normal_(tensor, mean, std, a, b, generator=None):
+    if generator is not None:
+        raise RecordError("trunc_normal_ with a generator of its own")
+    with torch.no_grad():
+        _trunc_normal_(tensor, mean, std, a, b)
+    return tensor
+
+
 @contextmanager
 def recording() -> Iterator[Recorder]:
     """Record everything built in the body.
@@ -326,8 +350,10 @@ def recording() -> Iterator[Recorder]:
     random.seed(0)
     np.random.seed(0)
     try:
+        torch.nn.init._no_grad_trunc_normal_ = _recordable_trunc_normal_
         with torch.random.fork_rng([]), Recorder() as recorder:
             yield recorder
     finally:
+        torch.nn.init._no_grad_trunc_normal_ = _PLAIN_TRUNC_NORMAL
         random.setstate(python_state)
         np.random.set_state(numpy_state)
