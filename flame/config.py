@@ -292,8 +292,8 @@ class Checkpoint:
     """Parts of a checkpoint to leave as they are when loading, such as optimizer, lr_scheduler, dataloader."""
     preempt_timeout_seconds: int = option(30, minimum=1)
     """On SIGTERM or SIGUSR1, the time there is to save before the process is killed."""
-    verify: str = option("size", choices=("size", "full"))
-    """Check of a checkpoint before it is loaded: the size of each file, or its whole content."""
+    verify: str = option("auto", choices=("auto", "size", "full"))
+    """Check of a checkpoint before loading: the size of each file, or its whole content. auto: full below 10 GB."""
 
 
 @dataclass

@@ -58,6 +58,7 @@ class CheckpointManager:
         folder: where the ``step-N`` folders lie, shared by all ranks.
         keep_latest_k: complete checkpoints to keep; 0 keeps all.
         verify: "size" checks presence and sizes before loading, "full" checksums too, "auto" takes "full" below 10 GB.
+            Checksums are taken at every save below 10 GB, and with "full" at every save.
         group: process group of the ranks; the default group when None. A single process needs none.
     """
 
@@ -228,7 +229,7 @@ class CheckpointManager:
     def _describe_files(self, folder: Path) -> dict[str, FileEntry]:
         """Sizes and checksums of the files of a folder; each rank reads those that it wrote."""
         sizes = self.ranks.on_main(lambda: {path.name: path.stat().st_size for path in sorted(folder.iterdir())})
-        wanted = self.verify == "full" or (self.verify == "auto" and sum(sizes.values()) < CHECKSUM_LIMIT)
+        wanted = self.verify == "full" or sum(sizes.values()) < CHECKSUM_LIMIT
         mine = _share(list(sizes), self.ranks) if wanted else []
         sums: dict[str, str] = {}
         for part in self.ranks.gather(self.ranks.together(lambda: {name: sha256(folder / name) for name in mine})):

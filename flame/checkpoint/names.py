@@ -76,9 +76,8 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Make an optimizer allocate its state without moving a parameter, so that a checkpoint can be loaded into it.
 
-    Learning rate 0 and zero gradients leave the parameters as they are, bit for bit, under AdamW, Adam and SGD.
-    Gradients are None afterwards. The values of the state (step 1 among them) are meant to be overwritten; drop them
-    with ``optimizer.state.clear()`` otherwise.
+    One step with learning rate 0 and zero gradients leaves the parameters as they are, bit for bit, under AdamW, Adam
+    and SGD. The state is zero afterwards, as it is before the first step, and gradients are None.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
@@ -90,6 +89,10 @@ def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
+    for slots in optimizer.state.values():
+        for value in slots.values():
+            if isinstance(value, torch.Tensor):
+                value.zero_()
 
 
 def is_excluded(key: str, exclude: Sequence[str]) -> bool:

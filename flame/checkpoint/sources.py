@@ -33,8 +33,13 @@ class StepSource:
 
     @property
     def run(self) -> Path:
-        """The run folder that the checkpoint belongs to: ``{run}/checkpoint/step-N``."""
-        return self.folder.parent.parent
+        """The run folder that the checkpoint belongs to: above it, the nearest that keeps a config.
+
+        ``{run}/checkpoint/step-N`` is the rule, but ``checkpoint.folder`` may have several parts.
+        """
+        kept = (MODEL_CONFIG, JOB_CONFIG)
+        above = list(self.folder.parents)[:4]
+        return next((p for p in above if any((p / name).is_file() for name in kept)), self.folder.parent.parent)
 
 
 def find_source(path: str | Path) -> StepSource | Path:

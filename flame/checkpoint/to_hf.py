@@ -63,7 +63,8 @@ def convert_dcp_to_hf(
         step: the step, -1 for the newest.
         config: model config file or folder; the run's ``model_config.json`` when None.
         tokenizer: tokenizer folder or hub name; the run's ``tokenizer/`` when None, and none if there is none.
-        output: folder to write to; the run folder when None. Other files in it stay.
+        output: folder to write to; the run folder when None. Other files in it stay. Config and tokenizer are looked
+            for here when the checkpoint lies in no run folder.
         export_dtype: "float32", "float16" or "bfloat16"; the run's ``checkpoint.export_dtype`` when None, else the
             dtype that the weights have.
         max_shard_size: size of a weight file at most, unless one tensor is larger.
@@ -77,12 +78,13 @@ def convert_dcp_to_hf(
     """
     source = find_step(path, step)
     target = Path(output).expanduser() if output else source.run
+    run = source.run if (source.run / MODEL_CONFIG).is_file() else target
     max_bytes = parse_size(max_shard_size)
-    dtype = _choose_dtype(export_dtype, source.run)
-    loaded_tokenizer = _find_tokenizer(tokenizer, source.run)
+    dtype = _choose_dtype(export_dtype, run)
+    loaded_tokenizer = _find_tokenizer(tokenizer, run)
     entries = {name: e for name, e in tensor_metadata(source.metadata).items() if name.startswith(MODEL)}
     stored = {name: entry.size for name, entry in entries.items()}
-    model = outline(load_config(config or _run_config(source.run)), stored)
+    model = outline(load_config(config or _run_config(run)), stored)
     names = match_names(model.sizes, stored, str(source.folder), ignore=model.tied)
     specs = {name.removeprefix(MODEL): _spec(entries[name], dtype) for name in names}
 

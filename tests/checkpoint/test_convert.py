@@ -194,6 +194,7 @@ def test_missing_config_and_other_model(tmp_path):
 def convert_and_die(run):
     from flame.checkpoint import to_hf
 
+    setup_backend("auto", "cpu")
     to_hf._write_configs = die
     convert_dcp_to_hf(run, step=2)
 

@@ -1,3 +1,4 @@
+import importlib
 import logging
 import multiprocessing
 import os
@@ -167,11 +168,13 @@ def test_check_plain_takes_json_data():
     check_plain(STATE, "state")
 
 
-# Faults. A child process is forked, so that torch is not imported again, and dies or fails at a chosen point.
+# Faults. A child process dies or fails at a chosen point. It is forked, so that torch is not imported again, but not
+# where there is CUDA, which does not outlive a fork.
 
 
 def in_child(function, *args):
-    child = multiprocessing.get_context("fork").Process(target=function, args=args)
+    method = "spawn" if torch.cuda.is_available() else "fork"
+    child = multiprocessing.get_context(method).Process(target=function, args=args)
     child.start()
     child.join(60)
     return child.exitcode
@@ -182,6 +185,7 @@ def die(*args, **kwargs):
 
 
 def save_and_die(root, module, name, after):
+    module = importlib.import_module(f"flame.checkpoint.{module}")
     target = getattr(module, name)
 
     def wrapper(*args, **kwargs):
@@ -193,33 +197,36 @@ def save_and_die(root, module, name, after):
     CheckpointManager(root, keep_latest_k=2).save(3, make_state(seed=3), {"step": 3})
 
 
-def kill_points():
-    from flame.checkpoint import manager
-
-    return [
-        ("before any file", manager, "write_tensors", False, [1, 2]),
-        ("before the train state", manager, "write_tensors", True, [1, 2]),
-        ("before the manifest", manager, "write_manifest", False, [1, 2]),
-        ("before the rename", manager, "write_manifest", True, [1, 2]),
-        ("after the rename", folders, "purge", False, [1, 2, 3]),
-        ("inside the purge", folders.shutil, "rmtree", False, None),
-        ("after the purge", folders, "purge", True, [2, 3]),
-    ]
+KILL_POINTS = [
+    ("before any file", "manager", "write_tensors", False, [1, 2]),
+    ("before the train state", "manager", "write_tensors", True, [1, 2]),
+    ("before the manifest", "manager", "write_manifest", False, [1, 2]),
+    ("before the rename", "manager", "write_manifest", True, [1, 2]),
+    ("after the rename", "folders", "purge", False, [1, 2, 3]),
+    ("after the purge", "folders", "purge", True, [2, 3]),
+]
 
 
-@pytest.mark.parametrize("point", kill_points(), ids=lambda point: point[0])
+@pytest.mark.parametrize("point", KILL_POINTS, ids=lambda point: point[0])
 def test_kill_in_a_save_costs_nothing(tmp_path, point):
     _, module, name, after, expected = point
     save_steps(tmp_path, 1, 2)
-    if expected is None:
-        assert in_child(kill_in_purge, tmp_path) == -signal.SIGKILL
-        expected = [2, 3]
-    else:
-        assert in_child(save_and_die, tmp_path, module, name, after) == -signal.SIGKILL
-    manager = CheckpointManager(tmp_path, keep_latest_k=2)
+    assert in_child(save_and_die, tmp_path, module, name, after) == -signal.SIGKILL
+    assert_usable(tmp_path, expected)
+
+
+def test_kill_in_a_purge_costs_nothing(tmp_path):
+    save_steps(tmp_path, 1, 2)
+    assert in_child(kill_in_purge, tmp_path) == -signal.SIGKILL
+    assert_usable(tmp_path, [2, 3])
+
+
+def assert_usable(root, expected):
+    """Just these steps are there, nothing else, and the newest loads."""
+    manager = CheckpointManager(root)
     assert manager.steps() == expected
     latest = manager.latest()
-    assert names(tmp_path) == [f"step-{step}" for step in expected]
+    assert names(root) == [f"step-{step}" for step in expected]
     loaded = make_state(seed=9, trained=False)
     assert manager.load(latest, loaded) == {"step": latest}
     assert_equal(loaded, make_state(seed=latest))

@@ -75,8 +75,20 @@ def test_create_optimizer_state_moves_no_parameter(make):
     create_optimizer_state(optimizer)
     assert_equal(before, model_tensors(model))
     assert optimizer.param_groups[0]["lr"] == rate
-    assert len(optimizer_tensors(model, optimizer)) >= len(before)
+    state = optimizer_tensors(model, optimizer)
+    assert len(state) >= len(before)
+    assert not any(tensor.any() for tensor in state.values())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1)])
+def test_a_created_state_trains_like_none(make):
+    fresh, created = make_model(), make_model()
+    optimizer, other = make(fresh.parameters()), make(created.parameters())
+    create_optimizer_state(other)
+    train(fresh, optimizer)
+    train(created, other)
+    assert_equal(model_tensors(fresh), model_tensors(created))
 
 
 @pytest.mark.parametrize(

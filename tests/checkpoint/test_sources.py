@@ -39,6 +39,15 @@ def test_checkpoint_folder_of_another_name(run):
     assert find_step(run).folder == run / "saved" / "step-2"
 
 
+def test_checkpoint_folder_of_several_parts(run):
+    (run / "deep").mkdir()
+    (run / "checkpoint").rename(run / "deep" / "saved")
+    (run / "config.toml").write_text('[checkpoint]\nfolder = "deep/saved"\n')
+    source = find_step(run)
+    assert source.folder == run / "deep" / "saved" / "step-2"
+    assert source.run == run
+
+
 def test_bad_step(run):
     with pytest.raises(UserError, match="steps there are: 1, 2"):
         find_step(run, 999)
