@@ -56,7 +56,7 @@ def build_run(config: JobConfig) -> Run:
     model_config = load_model_config(config.model, tokenizer)
     check_supported(model_config, backend)
     prepare = local_leader_first(dist.is_local_main, dist.long_barrier)
-    data = build_dataloader(config, tokenizer, dist.rank, dist.world_size, prepare)
+    data = build_dataloader(config, tokenizer, dist.rank, dist.world_size, prepare, dist.gather)
     built = build_model(model_config, config.model.trust_remote_code)
     if dist.is_main:
         write_run_folder(config, model_config, tokenizer, dist.world_size)

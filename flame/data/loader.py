@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from flame.data.batch import Batch, join_sequences
 from flame.data.order import RowOrder
+from flame.data.pack import Sequence, StreamBuffer, pack_sequence
 from flame.data.sources import open_source, source_fingerprint, source_specs
 from flame.data.state import STATE_VERSION, StreamState, check_fingerprint
 from flame.data.streams import DataPlan
@@ -21,52 +23,73 @@ DEFAULT_BATCH_SIZE = 8
 class DataLoader:
     """Batches of the global sequences i with ``i % dp_size == dp_rank``; sequence i comes from stream ``i % S``.
 
+    With ``training.max_epochs`` the streams come to their ends at different times. From the first round in which one
+    has ended, the round passes over those that have, and every rank makes the sequences of all streams and keeps its
+    own: the order stays what it is for one rank, and no token is lost. What the last step lacks is padding.
+
     Args:
         plan: what the sequences hold.
         fingerprint: what identifies it, as plain data.
         training: the job's ``[training]`` section.
         dp_rank, dp_size: this rank's place among the data-parallel ranks.
+        gather: gives every rank's plain value on every rank; used with ``training.max_epochs``, by all ranks at the
+            same steps.
 
     Raises:
         UserError: ``dp_size`` does not divide the number of streams.
     """
 
-    def __init__(self, plan: DataPlan, fingerprint: dict, training, dp_rank: int = 0, dp_size: int = 1):
+    def __init__(
+        self,
+        plan: DataPlan,
+        fingerprint: dict,
+        training,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        gather: Callable[[object], list] | None = None,
+    ):
         if plan.num_streams % dp_size:
             divisors = [str(size) for size in range(1, plan.num_streams + 1) if plan.num_streams % size == 0]
             raise UserError(
                 f"{dp_size} data-parallel ranks do not divide --training.num_streams {plan.num_streams}; "
                 f"numbers that do: {', '.join(divisors)}"
             )
+        assert gather or dp_size == 1 or not plan.max_epochs, "several ranks must agree on when the data ends"
         self.plan = plan
         self.fingerprint = fingerprint
         self.training = training
         self.dp_rank, self.dp_size = dp_rank, dp_size
+        self.gather = gather or (lambda value: [value])
         self.batch_size = training.batch_size or (1 if training.varlen else DEFAULT_BATCH_SIZE)
         self.num_sequences = 0  # of all ranks, consumed
-        self.states = {number: self._initial_state() for number in range(dp_rank, plan.num_streams, dp_size)}
+        self.turn = 0  # the stream that the next sequence comes from
+        self.is_draining = False  # streams have ended; this rank makes the sequences of all that go on
+        self.own_streams = range(dp_rank, plan.num_streams, dp_size)
+        self.states = {number: StreamState([0] * len(plan.sources)) for number in self.own_streams}
         self.pool: SequencePool | None = None
 
     def next_step(self) -> list[Batch]:
         """The microbatches of the next training step, ``gradient_accumulation_steps`` of them, on the CPU.
 
         Raises:
-            StopIteration: ``training.max_epochs`` is reached; the state is that after the last whole step.
+            StopIteration: ``training.max_epochs`` is reached, on every rank at the same step.
             UserError: a row is bad.
         """
-        if self.pool is None:
-            self.pool = self._open_pool()
-        num_microbatches = self.training.gradient_accumulation_steps
-        first = self._own_first(self.num_sequences)
-        numbers = [first + place * self.dp_size for place in range(num_microbatches * self.batch_size)]
-        sequences = [self.pool.next_sequence() for _ in numbers]
-        for number, sequence in zip(numbers, sequences, strict=True):
-            self.states[number % self.plan.num_streams] = StreamState.from_list(sequence.state)
-        self.num_sequences += len(numbers) * self.dp_size
-        return [
-            self._join(sequences[start : start + self.batch_size], numbers[start : start + self.batch_size])
-            for start in range(0, len(numbers), self.batch_size)
-        ]
+        num_own = self.training.gradient_accumulation_steps * self.batch_size
+        start, end = self.num_sequences, self.num_sequences + num_own * self.dp_size
+        sequences: dict[int, Sequence] = {}
+        while start < end:
+            self._drain_when_a_stream_ends(start)
+            if self.is_draining:
+                num_left = self._take_drained(start, end, sequences)
+                if start == self.num_sequences and num_left == end - start:
+                    raise StopIteration
+                break
+            stop = min(end, start - start % self.plan.num_streams + self.plan.num_streams)
+            self._take_own(start, stop, sequences)
+            start = stop
+        self.num_sequences = end
+        return self._join_all(self._own_numbers(end - num_own * self.dp_size, end), sequences)
 
     def state_dict(self) -> dict:
         """This rank's streams as of the last step handed out, for ``merge_state_dicts``."""
@@ -74,6 +97,8 @@ class DataLoader:
             "version": STATE_VERSION,
             "num_sequences": self.num_sequences,
             "num_streams": self.plan.num_streams,
+            "turn": self.turn,
+            "is_draining": self.is_draining,
             "fingerprint": self.fingerprint,
             "streams": {str(number): state.to_list() for number, state in self.states.items()},
         }
@@ -94,20 +119,22 @@ class DataLoader:
         if not self.training.ignore_data_fingerprint:
             check_fingerprint(merged["fingerprint"], self.fingerprint)
         self.close()
-        self.num_sequences = merged["num_sequences"]
-        self.states = {number: StreamState.from_list(merged["streams"][number]) for number in self.states}
+        self.num_sequences, self.turn = merged["num_sequences"], merged["turn"]
+        self.is_draining = merged["is_draining"]
+        numbers = range(self.plan.num_streams) if self.is_draining else self.own_streams
+        self.states = {number: StreamState.from_list(merged["streams"][number]) for number in numbers}
 
     def epochs(self) -> dict[str, float]:
         """Passes over each source so far, judged by this rank's streams."""
         return {
-            source.name: sum(state.cursors[index] for state in self.states.values()) * self.dp_size / len(source)
+            source.name: sum(state.cursors[index] for state in self._own_states()) * self.dp_size / len(source)
             for index, source in enumerate(self.plan.sources)
         }
 
     @property
     def num_skipped_rows(self) -> int:
         """Bad rows left out so far by this rank's streams."""
-        return sum(state.skipped for state in self.states.values())
+        return sum(state.skipped for state in self._own_states())
 
     def close(self) -> None:
         """End the workers; the next step starts them anew."""
@@ -115,17 +142,50 @@ class DataLoader:
             self.pool.close()
             self.pool = None
 
-    def _initial_state(self) -> StreamState:
-        return StreamState([0] * len(self.plan.sources))
+    def _own_states(self) -> list[StreamState]:
+        return [self.states[number] for number in self.own_streams]
 
-    def _own_first(self, number: int) -> int:
-        """The first global sequence from ``number`` on that is this rank's."""
-        return number + (self.dp_rank - number) % self.dp_size
+    def _own_numbers(self, start: int, stop: int) -> range:
+        """This rank's global sequences from ``start`` to ``stop``, which is left out."""
+        return range(start + (self.dp_rank - start) % self.dp_size, stop, self.dp_size)
 
-    def _open_pool(self) -> SequencePool:
-        first = self._own_first(self.num_sequences)
-        num_own = self.plan.num_streams // self.dp_size
-        numbers = [(first + place * self.dp_size) % self.plan.num_streams for place in range(num_own)]
+    def _take_own(self, start: int, stop: int, sequences: dict[int, Sequence]) -> None:
+        """Add this rank's sequences from ``start`` to ``stop``; no stream ends before its turn in them."""
+        if self.pool is None:
+            first = self._own_numbers(start, start + self.dp_size)[0]
+            num_streams = self.plan.num_streams
+            self.pool = self._open_pool([n % num_streams for n in range(first, first + num_streams, self.dp_size)])
+        for number in self._own_numbers(start, stop):
+            sequences[number] = self.pool.next_sequence()
+            self.states[number % self.plan.num_streams] = StreamState.from_list(sequences[number].state)
+        self.turn = stop % self.plan.num_streams
+
+    def _drain_when_a_stream_ends(self, start: int) -> None:
+        """At the start of a round, find out whether any rank has a stream that ended; then take all streams over."""
+        if not self.plan.max_epochs or self.is_draining or start % self.plan.num_streams:
+            return
+        if any(self.gather(any(self.plan.is_finished(number, self.states[number]) for number in self.own_streams))):
+            self.close()
+            self.states = {number: state for part in self.gather(self.states) for number, state in part.items()}
+            self.is_draining = True
+
+    def _take_drained(self, start: int, stop: int, sequences: dict[int, Sequence]) -> int:
+        """Make all ranks' sequences from ``start`` to ``stop`` and add this rank's; the number that there were not."""
+        if self.pool is None:
+            order = [*range(self.turn, self.plan.num_streams), *range(self.turn)]
+            self.pool = self._open_pool([n for n in order if not self.plan.is_finished(n, self.states[n])])
+        for number in range(start, stop):
+            stream = self.pool.next_stream
+            if stream is None:
+                return stop - number
+            sequence = self.pool.next_sequence()
+            self.states[stream] = StreamState.from_list(sequence.state)
+            if number % self.dp_size == self.dp_rank:
+                sequences[number] = sequence
+        self.turn = self.pool.next_stream or 0
+        return 0
+
+    def _open_pool(self, numbers: list[int]) -> SequencePool:
         return SequencePool(
             self.plan,
             numbers,
@@ -135,13 +195,30 @@ class DataLoader:
             persistent=self.training.persistent_workers,
         )
 
-    def _join(self, sequences: list, numbers: list[int]) -> Batch:
-        batch = join_sequences(sequences, numbers, self.training.varlen, self.training.log_data_hash)
-        return batch.pin_memory() if self.training.pin_memory and torch.cuda.is_available() else batch
+    def _join_all(self, numbers: range, sequences: dict[int, Sequence]) -> list[Batch]:
+        return [
+            self._join(numbers[start : start + self.batch_size], sequences)
+            for start in range(0, len(numbers), self.batch_size)
+        ]
+
+    def _join(self, numbers: range, sequences: dict[int, Sequence]) -> Batch:
+        training = self.training
+        parts = [sequences.get(number) or self._padding() for number in numbers]
+        batch = join_sequences(parts, list(numbers), training.varlen, training.log_data_hash)
+        return batch.pin_memory() if training.pin_memory and torch.cuda.is_available() else batch
+
+    def _padding(self) -> Sequence:
+        plan = self.plan
+        return pack_sequence(StreamBuffer(StreamState()), plan.seq_len, plan.context_len, plan.encoder.pad_id)
 
 
 def build_dataloader(
-    config, tokenizer, dp_rank: int = 0, dp_size: int = 1, prepare: AbstractContextManager | None = None
+    config,
+    tokenizer,
+    dp_rank: int = 0,
+    dp_size: int = 1,
+    prepare: AbstractContextManager | None = None,
+    gather: Callable[[object], list] | None = None,
 ) -> DataLoader:
     """Open the job's data for one data-parallel rank.
 
@@ -150,6 +227,7 @@ def build_dataloader(
         tokenizer: a Hugging Face tokenizer.
         dp_rank, dp_size: this rank's place among the data-parallel ranks.
         prepare: entered while datasets are downloaded and converted, such as ``local_leader_first``.
+        gather: gives every rank's plain value on every rank; needed by several ranks with ``training.max_epochs``.
 
     Raises:
         UserError: the data does not exist or cannot be used; the message says what to change.
@@ -171,7 +249,7 @@ def build_dataloader(
         max_epochs=training.max_epochs,
         skip_bad_rows=training.on_bad_row == "skip",
     )
-    return DataLoader(plan, _fingerprint(plan, training), training, dp_rank, dp_size)
+    return DataLoader(plan, _fingerprint(plan, training), training, dp_rank, dp_size, gather)
 
 
 def _fingerprint(plan: DataPlan, training) -> dict:

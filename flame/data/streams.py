@@ -46,16 +46,23 @@ class DataPlan:
     max_epochs: int = 0
     skip_bad_rows: bool = False
 
+    def position(self, stream: int, source: int, cursor: int) -> int | None:
+        """Virtual position of a stream's document number ``cursor`` of a source, None beyond the last epoch."""
+        position = stream + cursor * self.num_streams
+        if self.max_epochs and position >= self.max_epochs * len(self.sources[source]):
+            return None
+        return position
+
+    def is_finished(self, stream: int, state: StreamState) -> bool:
+        """Whether the stream has used all its documents of the last epoch."""
+        return self.position(stream, 0, state.cursors[0]) is None
+
 
 @dataclass
 class _Stream:
     number: int
     buffer: StreamBuffer
     read_cursors: list[int]  # per source, the next document to read; ahead of the state's cursors
-
-    @property
-    def num_missing(self) -> int:
-        return -self.buffer.num_tokens
 
 
 @dataclass
@@ -87,29 +94,45 @@ class StreamReader:
         self.num_tokens = 0
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Yield without end, or until the stream whose turn it is cannot fill a sequence from the last epoch."""
-        while True:
-            for turn, stream in enumerate(self.streams):
-                while stream.buffer.num_tokens < self.plan.seq_len:
-                    requests = self._plan_batch(turn)
-                    if not any(request.stream is stream for request in requests):
-                        return
-                    self._read_batch(requests)
-                yield pack_sequence(stream.buffer, self.plan.seq_len, self.plan.context_len)
+        """Yield without end, or until every stream has come to the end of the last epoch and left the round."""
+        plan = self.plan
+        while self.streams:
+            for stream in list(self.streams):
+                self._fill(stream, plan.seq_len)
+                sequence = pack_sequence(stream.buffer, plan.seq_len, plan.context_len, plan.encoder.pad_id)
+                if plan.max_epochs and not self._fill(stream, 1):
+                    while stream.buffer.documents:
+                        stream.buffer.finish_document()  # documents without tokens, up to the last
+                    sequence.state, sequence.is_last = stream.buffer.state.to_list(), True
+                yield sequence
+                if sequence.is_last:
+                    self.streams.remove(stream)
 
-    def _plan_batch(self, turn: int) -> list[_Request]:
-        """The documents to read now: what the stream at ``turn`` lacks, then what the next streams will lack."""
+    def _fill(self, stream: _Stream, num_tokens: int) -> bool:
+        """Read ahead until the stream holds ``num_tokens``; False when its documents end before that."""
+        while stream.buffer.num_tokens < num_tokens:
+            requests = self._plan_batch(stream)
+            if not requests:
+                return False
+            self._read_batch(requests)
+        return True
+
+    def _plan_batch(self, first: _Stream) -> list[_Request]:
+        """The documents to read now: what the stream ``first`` lacks, then what the next streams will lack.
+
+        None at all when ``first`` has come to the end of its documents.
+        """
         requests: list[_Request] = []
         mean_tokens = self.num_tokens / self.num_documents if self.num_tokens else self.plan.seq_len
         max_rows = min(ROWS_PER_BATCH, math.ceil(TOKENS_PER_BATCH / mean_tokens)) if self.num_documents else 1
-        for step in range(len(self.streams)):
-            stream = self.streams[(turn + step) % len(self.streams)]
+        turn = self.streams.index(first)
+        for stream in self.streams[turn:] + self.streams[:turn]:
             missing = self.plan.seq_len - stream.buffer.num_tokens
-            if missing <= 0:
+            if missing <= 0 and stream is not first:
                 continue
-            num_rows = min(math.ceil(missing / mean_tokens), max_rows - len(requests))
+            num_rows = min(max(1, math.ceil(missing / mean_tokens)), max_rows - len(requests))
             requests += self._draw(stream, num_rows)
-            if len(requests) >= max_rows:
+            if not requests or len(requests) >= max_rows:
                 break
         return requests
 
@@ -118,8 +141,8 @@ class StreamReader:
         requests = []
         for _ in range(count):
             source = 0
-            position = stream.number + stream.read_cursors[source] * self.plan.num_streams
-            if self.plan.max_epochs and position >= self.plan.max_epochs * len(self.plan.sources[source]):
+            position = self.plan.position(stream.number, source, stream.read_cursors[source])
+            if position is None:
                 break
             stream.read_cursors[source] += 1
             requests.append(_Request(stream, source, position))

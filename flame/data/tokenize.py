@@ -57,6 +57,7 @@ class DocumentEncoder:
         self.tokenizer = tokenizer
         self.opening, self.closing = _document_frame(tokenizer, add_bos, add_eos)
         self.vocab_size = len(tokenizer)
+        self.pad_id = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
         self.dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.int32  # read-ahead buffers take half the memory
 
     def encode_texts(self, texts: list[str]) -> list[np.ndarray]:

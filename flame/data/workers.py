@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -38,12 +39,12 @@ class _WorkerDataset(IterableDataset):
 class SequencePool:
     """Hands out the sequences of a rank's streams in turn, whoever makes them.
 
-    Stream number l of the rank (counted among its own) belongs to worker ``l % num_workers``; each worker is asked when
-    it is the turn of one of its streams, so neither number need divide the other.
+    The l-th of the streams belongs to worker ``l % num_workers``; each worker is asked when it is the turn of one of
+    its streams, so neither number need divide the other. Streams at the end of their data leave the round.
 
     Args:
         plan: what the sequences hold.
-        numbers: the rank's streams, in the order of their turns from the next sequence on.
+        numbers: the streams, in the order of their turns from the next sequence on.
         states: their states, in the same order.
         num_workers: processes; 0 makes the sequences in this one.
         prefetch: sequences that each worker makes ahead.
@@ -63,29 +64,41 @@ class SequencePool:
         readers = [
             StreamReader(plan, numbers[maker::num_makers], states[maker::num_makers]) for maker in range(num_makers)
         ]
+        already_running = set(multiprocessing.active_children())
         if num_workers:
             self.makers = [iter(_start_worker(reader, prefetch, persistent)) for reader in readers]
         else:
             self.makers = [iter(reader) for reader in readers]
-        self.num_streams = len(numbers)
-        self.turn = 0
+        self.workers = [child for child in multiprocessing.active_children() if child not in already_running]
+        self.round = deque((number, place % num_makers) for place, number in enumerate(numbers))
+
+    @property
+    def next_stream(self) -> int | None:
+        """The stream whose turn it is, None when all have come to their ends."""
+        return self.round[0][0] if self.round else None
 
     def next_sequence(self) -> Sequence:
         """The sequence of the stream whose turn it is.
 
         Raises:
-            StopIteration: that stream has come to the end of its data.
             UserError: a row is bad.
         """
-        sequence = next(self.makers[self.turn % len(self.makers)])
+        number, maker = self.round[0]
+        sequence = next(self.makers[maker])
         if isinstance(sequence, WorkerFault):
             raise UserError(sequence.message)
-        self.turn = (self.turn + 1) % self.num_streams
+        self.round.popleft()
+        if not sequence.is_last:
+            self.round.append((number, maker))
         return sequence
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers, by force where one hangs: they ignore the signal that a ``DataLoader`` would send."""
         self.makers = []
+        for worker in self.workers:
+            worker.kill()
+            worker.join()
+        self.workers = []
 
 
 def _start_worker(reader: StreamReader, prefetch: int, persistent: bool) -> DataLoader:

@@ -47,5 +47,6 @@ def make_config(dataset: str, **training) -> JobConfig:
     return config
 
 
-def make_loader(dataset: str, dp_rank: int = 0, dp_size: int = 1, tokenizer=None, **training):
-    return build_dataloader(make_config(dataset, **training), tokenizer or word_tokenizer(), dp_rank, dp_size)
+def make_loader(dataset: str, dp_rank: int = 0, dp_size: int = 1, tokenizer=None, gather=None, **training):
+    config = make_config(dataset, **training)
+    return build_dataloader(config, tokenizer or word_tokenizer(), dp_rank, dp_size, gather=gather)

@@ -108,9 +108,19 @@ def test_each_document_is_used_once_per_epoch():
         assert drawn[row] <= counts[start] <= drawn[row] + 4  # the streams' open documents are not in the states yet
 
 
-def test_max_epochs_ends_the_stream():
-    plan = make_plan(numbered_texts([4] * 10), 4, max_epochs=2)
-    assert len(read(plan, 100)) == 20
+def test_max_epochs_ends_the_stream_with_its_last_token():
+    plan = make_plan(numbered_texts([3] * 11), 4, max_epochs=2)
+    sequences = read(plan, 100)
+    assert [sequence.is_last for sequence in sequences] == [False] * 16 + [True]
+    assert sum((sequence.labels != -100).sum() for sequence in sequences) == 2 * 2 * 11
+    assert sequences[-1].labels.tolist()[1:] == [-100] * 3
+    assert sequences[-1].cu_seqlens.tolist() == [0, 2, 4]
+
+
+def test_empty_documents_at_the_end_do_not_make_a_sequence():
+    plan = make_plan(["0 1", "", ""], 2, shuffle="none", max_epochs=1)
+    (sequence,) = read(plan, 10)
+    assert sequence.is_last and plan.is_finished(0, StreamState.from_list(sequence.state))
 
 
 @pytest.mark.parametrize("bad", [None, 5, ["a"]])

@@ -58,7 +58,7 @@ def test_slow_tokenizers_give_the_same():
 
     class SlowTokenizer:
         is_fast = False
-        bos_token_id, eos_token_id = None, EOS
+        bos_token_id, eos_token_id, pad_token_id = None, EOS, None
 
         def __len__(self):
             return len(fast)
