@@ -10,7 +10,7 @@ from torch import nn
 
 from flame.checkpoint.initial import load_initial
 from flame.checkpoint.manager import CheckpointManager
-from flame.checkpoint.names import create_optimizer_state, model_tensors, optimizer_tensors
+from flame.checkpoint.names import create_optimizer_state, model_tensors, optimizer_tensors, tied_names
 from flame.config import Checkpoint, JobConfig
 from flame.data.loader import DataLoader
 
@@ -73,7 +73,7 @@ def _start_from(
     if not weights_only:
         create_optimizer_state(optimizer)
         tensors |= optimizer_tensors(model, optimizer)
-    load_initial(section.initial_load_path, tensors, weights_only, section.exclude_from_loading)
+    load_initial(section.initial_load_path, tensors, weights_only, section.exclude_from_loading, tied_names(model))
     logger.info("starting from %s (%s)", section.initial_load_path, "weights" if weights_only else "weights, optimizer")
     return 0, {}
 
