@@ -158,7 +158,7 @@ def mixer_flops(module: nn.Module) -> MixerFlops | None:
     formula = _FORMULAS.get(type(module).__name__)
     if formula is not None:
         return formula(module)
-    if type(module).__name__.endswith("Attention") and hasattr(module, "head_dim") and hasattr(module, "config"):
+    if type(module).__name__.endswith("Attention") and hasattr(module, "config"):
         return _transformers_attention(module)
     return None
 
@@ -176,11 +176,13 @@ def _latent_attention(module: nn.Module) -> MixerFlops:
 
 
 def _transformers_attention(module: nn.Module) -> MixerFlops | None:
-    """Softmax attention of a Hugging Face model, whose heads stand in the config."""
+    """Softmax attention of a Hugging Face model, which keeps the number of heads in its config."""
     num_heads = getattr(module.config.get_text_config(), "num_attention_heads", None)
-    if num_heads is None:
+    key_dim = _first_attribute(module, "qk_head_dim", "head_dim", "head_size")
+    value_dim = _first_attribute(module, "v_head_dim", "head_dim", "head_size")
+    if num_heads is None or key_dim is None or value_dim is None:
         return None
-    return MixerFlops(per_pair=4 * num_heads * module.head_dim, window=getattr(module, "sliding_window", None))
+    return MixerFlops(per_pair=2 * num_heads * (key_dim + value_dim), window=getattr(module, "sliding_window", None))
 
 
 def _matrix_state(num_products: int | Callable[[nn.Module], int]) -> Callable[[nn.Module], MixerFlops]:
@@ -212,7 +214,7 @@ def _elementwise_recurrence(module: nn.Module) -> MixerFlops:
     return MixerFlops()
 
 
-# FLA's mixer classes. Products with the state S in a token's step:
+# Mixer classes, FLA's first. Products with the state S in a token's step:
 # two, S += k⊗v and q·S (linear attention, Katharopoulos et al. 2020, eq. 18–20; GLA, Yang et al. 2023);
 # three with k·S of the delta rule (DeltaNet, Yang et al. 2024; Gated DeltaNet, Yang et al. 2024, eq. 10).
 _FORMULAS: dict[str, Callable[[nn.Module], MixerFlops]] = {
@@ -240,6 +242,10 @@ _FORMULAS: dict[str, Callable[[nn.Module], MixerFlops]] = {
     "Mamba": _state_space,
     "Mamba2": _state_space,
     "HGRNAttention": _elementwise_recurrence,
+    # The same in transformers.
+    "MambaMixer": _state_space,
+    "Mamba2Mixer": _state_space,
+    "Qwen3NextGatedDeltaNet": _matrix_state(3),
 }
 
 
