@@ -11,13 +11,15 @@ GPU the Triton columns stay empty.
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib
 import itertools
 import json
+import multiprocessing
 import sys
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -45,6 +47,7 @@ class Operator:
         call: (function, tensors) -> outputs; outputs that need no gradient are compared too.
         float32: whether FLA's kernel takes float32.
         backward: whether FLA's kernel has a backward pass.
+        label: what sets this case apart from another of the same operator.
     """
 
     name: str
@@ -54,6 +57,7 @@ class Operator:
     call: Callable[[Callable, dict[str, Tensor]], Tensor | tuple[Tensor, ...]]
     float32: bool = True
     backward: bool = True
+    label: str = ""
 
 
 @dataclass
@@ -105,10 +109,10 @@ def operators(device: torch.device) -> list[Operator]:
     def delta(fn, x):
         return fn(x["q"], x["k"], x["v"], x["beta"].sigmoid(), initial_state=x["state"], **packed)
 
-    def convolution(fn, x):
-        return fn(
-            x["x"], x["weight"], x["bias"], initial_state=x["state"], activation="silu", backend="triton", **packed
-        )
+    def convolution(fn, x, output_final_state=False):
+        options = dict(activation="silu", backend="triton", cu_seqlens=cu, output_final_state=output_final_state)
+        y, final = fn(x["x"], x["weight"], x["bias"], initial_state=x["state"], **options)
+        return (y, final) if output_final_state else y
 
     gated_inputs = qkv | {
         "v": heads(2 * NUM_HEADS),
@@ -123,6 +127,8 @@ def operators(device: torch.device) -> list[Operator]:
     strong_gla_inputs = gla_inputs | {"g": F.logsigmoid(heads()) * 8}  # a chunk's log decay is near -400
     norm = {"x": rows(), "weight": 1 + 0.1 * draw(HIDDEN)}
     linear = {"x": rows(), "y": rows(), "weight": draw(HIDDEN, HIDDEN) / HIDDEN**0.5}
+    conv = "fla.modules.causal_conv1d"
+    conv_inputs = {"x": rows(), "weight": draw(HIDDEN, 4), "bias": draw(HIDDEN), "state": draw(documents, HIDDEN, 4)}
     gdr, dr, gla = "fla.ops.gated_delta_rule", "fla.ops.delta_rule", "fla.ops.gla"
     norms, acts = "fla.modules.norm", "fla.modules.activations"
     return [
@@ -143,6 +149,7 @@ def operators(device: torch.device) -> list[Operator]:
             "gla",
             strong_gla_inputs,
             lambda fn, x: fn(x["q"], x["k"], x["v"], x["g"], initial_state=as_state(x["state"]), **packed),
+            label=", strong decay",
         ),
         Operator(
             "fused_recurrent_gla",
@@ -151,12 +158,14 @@ def operators(device: torch.device) -> list[Operator]:
             gla_inputs,
             lambda fn, x: fn(x["q"], x["k"], x["v"], gk=x["g"], initial_state=x["state"], **packed),
         ),
+        Operator("causal_conv1d", conv, "convolution", conv_inputs, convolution),
         Operator(
             "causal_conv1d",
-            "fla.modules.causal_conv1d",
+            conv,
             "convolution",
-            {"x": rows(), "weight": draw(HIDDEN, 4), "bias": draw(HIDDEN), "state": draw(documents, HIDDEN, 4)},
-            convolution,
+            conv_inputs,
+            partial(convolution, output_final_state=True),
+            label=", with final state",
         ),
         Operator(
             "rms_norm",
@@ -267,22 +276,19 @@ def rows_of(case: str, dtype: str, truth: dict, reference: dict, triton: dict | 
     return rows
 
 
-def compare_operators(device: torch.device) -> list[Row]:
-    """All operators; FLA's own must be in place while this runs."""
-    rows, seen = [], {}
-    for operator in operators(device):
-        seen[operator.name] = seen.get(operator.name, 0) + 1
-        case = operator.name + (", strong decay" if seen[operator.name] > 1 else "")
-        reference = getattr(importlib.import_module(f"flame.models.reference.{operator.reference}"), operator.name)
-        for dtype_name, dtype in DTYPES.items():
-            rounded = {name: x.to(dtype).double() for name, x in operator.inputs.items()}
-            truth = run_operator(operator.call, reference, rounded, torch.float64, device)
-            low = run_operator(operator.call, reference, rounded, dtype, device)
-            triton = None
-            if device.type == "cuda" and (operator.float32 or dtype != torch.float32):
-                kernel = getattr(importlib.import_module(operator.home), operator.name)
-                triton = run_operator(operator.call, kernel, rounded, dtype, device, operator.backward)
-            rows += rows_of(case, dtype_name, truth, low, triton)
+def compare_operator(index: int, device: torch.device) -> list[Row]:
+    """The operator at an index of `operators`; FLA's own functions must be in place while this runs."""
+    rows, operator = [], operators(device)[index]
+    reference = getattr(importlib.import_module(f"flame.models.reference.{operator.reference}"), operator.name)
+    for dtype_name, dtype in DTYPES.items():
+        rounded = {name: x.to(dtype).double() for name, x in operator.inputs.items()}
+        truth = run_operator(operator.call, reference, rounded, torch.float64, device)
+        low = run_operator(operator.call, reference, rounded, dtype, device)
+        triton = None
+        if device.type == "cuda" and (operator.float32 or dtype != torch.float32):
+            kernel = getattr(importlib.import_module(operator.home), operator.name)
+            triton = run_operator(operator.call, kernel, rounded, dtype, device, operator.backward)
+        rows += rows_of(operator.name + operator.label, dtype_name, truth, low, triton)
     return rows
 
 
@@ -393,6 +399,19 @@ def markdown(rows: list[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def compare(name: str, device_name: str) -> list[Row]:
+    """One case: an operator's index, "attention" or "model FAMILY"."""
+    device = torch.device(device_name)
+    if device.type == "cuda":
+        setup_backend("triton", "cuda", "varlen", context_len=NUM_TOKENS)
+        skip_tuning()
+    if name == "attention":
+        return compare_attention(device)
+    if name.startswith("model "):
+        return compare_model(name.removeprefix("model "), device)
+    return compare_operator(int(name), device)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, help="write the markdown table here too")
@@ -400,15 +419,18 @@ def main(arguments: list[str] | None = None) -> None:
         "--models", default=",".join(DEBUG_MODELS), help="debug models, comma-separated; empty for none"
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--jobs", type=int, default=8, help="processes that share the GPU; compiling takes the time")
     options = parser.parse_args(arguments)
-    device = torch.device(options.device)
-    if device.type == "cuda":
-        setup_backend("triton", "cuda", "varlen", context_len=NUM_TOKENS)
-        skip_tuning()
-    rows = compare_operators(device) + compare_attention(device)
-    for family in filter(None, options.models.split(",")):
-        rows += compare_model(family, device)
-        gc.collect()
+    names = [str(index) for index in range(len(operators(torch.device("cpu"))))] + ["attention"]
+    names += [f"model {family}" for family in options.models.split(",") if family]
+    run = partial(compare, device_name=options.device)
+    if options.device == "cpu" or options.jobs == 1:
+        rows = [row for name in names for row in run(name)]
+    else:
+        with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+            # The models take longest: first in, last in the table.
+            results = dict(zip(reversed(names), pool.map(run, reversed(names)), strict=True))
+        rows = [row for name in names for row in results[name]]
     table = markdown(rows)
     print(table)
     if options.output:

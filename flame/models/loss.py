@@ -44,7 +44,7 @@ def attach_training_forward(model: nn.Module) -> nn.Module:
 def training_loss(model: nn.Module, input_ids: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
     """Sum of the losses over valid targets, auxiliary terms included; see `attach_training_forward`."""
     hidden_states = model.get_decoder()(
-        input_ids=input_ids, use_cache=False, return_dict=True, **_packing_arguments(model, input_ids, cu_seqlens)
+        input_ids=input_ids, use_cache=False, return_dict=False, **_packing_arguments(model, input_ids, cu_seqlens)
     )[0]
     head = model.get_output_embeddings()
     if is_fla_model(model):
