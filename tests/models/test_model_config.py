@@ -42,15 +42,8 @@ def test_file_and_folder(write, tmp_path):
     config = load_model_config(section(write(TINY)))
     assert (config.model_type, config.hidden_size, config.fuse_norm) == ("gla", 64, True)
     config.save_pretrained(tmp_path / "run")
-    assert (
-        load_model_config(section(tmp_path / "run")).to_dict()
-        == config.to_dict()
-        | {
-            "transformers_version": config.to_dict().get("transformers_version"),
-            "architectures": config.architectures,
-        }
-        or load_model_config(section(tmp_path / "run")).hidden_size == 64
-    )
+    saved = load_model_config(section(tmp_path / "run"))
+    assert saved.to_json_string(use_diff=False) == config.to_json_string(use_diff=False)
 
 
 def test_vocab_plus_1(write, tmp_path):
