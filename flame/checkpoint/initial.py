@@ -53,9 +53,6 @@ def load_initial(
     ranks = Ranks(group)
     wanted = {name: t for name, t in tensors.items() if name.startswith(MODEL) or not weights_only}
     source = ranks.together(lambda: find_source(path))
-    if ranks.is_main:
-        what = source.folder if isinstance(source, StepSource) else source
-        logger.info("starting from the weights in %s%s", what, "" if weights_only else ", with the optimizer's state")
     if isinstance(source, StepSource):
         return _load_step(source, wanted, weights_only, exclude, tied or {}, ranks)
     _load_hf_folder(source, wanted, exclude, tied or {}, ranks)
