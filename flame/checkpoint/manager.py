@@ -102,7 +102,7 @@ class CheckpointManager:
             TypeError: ``train_state`` holds something that JSON would lose or change.
         """
         self._clean()
-        staged = self._stage(step, tensors, train_state, weights_only, export_dtype)
+        staged = self.ranks.together(lambda: self._stage(step, tensors, train_state, weights_only, export_dtype))
         try:
             manifest = self._write(staged, fetch)
             self._publish(manifest)
@@ -127,9 +127,8 @@ class CheckpointManager:
                 break
             listing.broken[step] = reason
             del listing.complete[step]
-        for broken in sorted(listing.broken):
-            if self.ranks.is_main and load_step == -1 and (step is None or broken > step):
-                logger.warning("passed over %s/step-%d: %s", self.folder, broken, listing.broken[broken])
+        if self.ranks.is_main and step is not None:
+            self._report_newer(step, load_step, listing)
         return step
 
     def latest(self) -> int | None:
@@ -194,6 +193,19 @@ class CheckpointManager:
         if not self._cleaned:
             self.ranks.on_main(lambda: folders.clean(self.folder))
             self._cleaned = True
+
+    def _report_newer(self, step: int, load_step: int, listing: folders.Listing) -> None:
+        """Name the checkpoints after the chosen one: broken and passed over, or left behind by the user's choice."""
+        for broken in sorted(number for number in listing.broken if number > step):
+            logger.warning("passed over %s/step-%d: %s", self.folder, broken, listing.broken[broken])
+        newer = sorted(number for number in listing.complete if number > step)
+        if newer and load_step != -1:
+            logger.warning(
+                "checkpoint.load_step = %d leaves newer checkpoints in %s (%s); load_step -1 would take these",
+                load_step,
+                self.folder,
+                ", ".join(map(str, newer)),
+            )
 
     def _stage(
         self,

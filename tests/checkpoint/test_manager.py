@@ -69,6 +69,16 @@ def test_bad_step(tmp_path):
         manager.load(999, make_state())
 
 
+def test_newer_steps_left_behind_are_named(tmp_path, caplog):
+    manager = save_steps(tmp_path, 1, 2, 3)
+    assert manager.find_step(1) == 1
+    assert "leaves newer checkpoints" in caplog.text
+    assert "(2, 3)" in caplog.text
+    caplog.clear()
+    assert manager.find_step(-1) == 3
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
 @pytest.mark.parametrize("fault", ["remove", "truncate", "flip"])
 def test_every_damaged_file_is_found_and_the_previous_step_used(tmp_path, caplog, fault):
     manager = save_steps(tmp_path, 1, 2)
