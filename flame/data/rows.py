@@ -1,10 +1,13 @@
-"""Reading single rows, and saying what is wrong with one."""
+"""Rows to documents, and what is wrong with a row that cannot become one."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from flame.data.documents import Documents
 from flame.data.sources import Source
+from flame.data.tokenize import DocumentEncoder
+from flame.errors import UserError
 
 
 class UnreadableRow:
@@ -14,14 +17,25 @@ class UnreadableRow:
         self.reason = f"it cannot be read ({type(error).__name__}: {error})"
 
 
-def read_rows(source: Source, rows: list[int]) -> list:
-    """The values of ``rows``; when they cannot be read together, each by itself, so that only the bad ones are lost."""
-    try:
-        return source.read(rows)
-    except Exception as error:  # whatever a file system or Arrow raises for damaged files
-        if len(rows) == 1:
-            return [UnreadableRow(error)]
-        return [value for row in rows for value in read_rows(source, [row])]
+def read_rows(source: Source, rows: list[int], encoder: DocumentEncoder, skip_bad_rows: bool) -> Documents:
+    """Read and tokenise ``rows`` of one source; with ``skip_bad_rows`` a bad one becomes an empty document.
+
+    Raises:
+        UserError: a row is bad; the message names source, row and column.
+    """
+    values = _read_values(source, rows)
+    skipped = _bad_places(values, source.is_tokenized, encoder.vocab_size)
+    for place in skipped:
+        if not skip_bad_rows:
+            fault = find_fault(values[place], source.is_tokenized, encoder.vocab_size)
+            raise UserError(
+                f"{source.name}: row {rows[place]} (counted from 0), column {source.column}: {fault}; "
+                "mend the row, or leave such rows out with --training.on_bad_row skip"
+            )
+        values[place] = np.empty(0, dtype=np.int64) if source.is_tokenized else ""
+    documents = encoder.encode_ids(values) if source.is_tokenized else encoder.encode_texts(values)
+    documents.skipped = skipped
+    return documents
 
 
 def find_fault(value, is_tokenized: bool, vocab_size: int) -> str | None:
@@ -36,6 +50,22 @@ def find_fault(value, is_tokenized: bool, vocab_size: int) -> str | None:
         wrong = value.min() if value.min() < 0 else value.max()
         return f"token id {wrong} is outside the tokenizer's 0 to {vocab_size - 1}"
     return None
+
+
+def _bad_places(values: list, is_tokenized: bool, vocab_size: int) -> list[int]:
+    if set(map(type, values)) == {str} and not is_tokenized:
+        return []
+    return [place for place, value in enumerate(values) if find_fault(value, is_tokenized, vocab_size)]
+
+
+def _read_values(source: Source, rows: list[int]) -> list:
+    """The values of ``rows``; when they cannot be read together, each by itself, so that only the bad ones are lost."""
+    try:
+        return source.read(rows)
+    except Exception as error:  # whatever a file system or Arrow raises for damaged files
+        if len(rows) == 1:
+            return [UnreadableRow(error)]
+        return [value for row in rows for value in _read_values(source, [row])]
 
 
 def _kind_of(value) -> str:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flame.data.documents import Documents, interleave
 from flame.data.order import RowOrder
-from flame.data.pack import Document, Sequence, StreamBuffer, pack_sequence
-from flame.data.rows import find_fault, read_rows
+from flame.data.pack import Sequence, StreamBuffer, pack_sequence
+from flame.data.rows import read_rows
 from flame.data.sources import Source
 from flame.data.state import StreamState
 from flame.data.tokenize import DocumentEncoder
@@ -20,6 +21,8 @@ from flame.errors import UserError
 # and no sequence waits long for its neighbours' documents.
 TOKENS_PER_BATCH = 65_536
 ROWS_PER_BATCH = 1_000
+FRUITLESS_PASSES = 20
+NO_END = 1 << 62
 
 
 @dataclass
@@ -46,16 +49,15 @@ class DataPlan:
     max_epochs: int = 0
     skip_bad_rows: bool = False
 
-    def position(self, stream: int, source: int, cursor: int) -> int | None:
-        """Virtual position of a stream's document number ``cursor`` of a source, None beyond the last epoch."""
-        position = stream + cursor * self.num_streams
-        if self.max_epochs and position >= self.max_epochs * len(self.sources[source]):
-            return None
-        return position
+    def num_documents(self, stream: int, source: int) -> int:
+        """How many documents of a source the stream draws in all its epochs."""
+        if not self.max_epochs:
+            return NO_END
+        return max(0, -(-(self.max_epochs * len(self.sources[source]) - stream) // self.num_streams))
 
     def is_finished(self, stream: int, state: StreamState) -> bool:
         """Whether the stream has used all its documents of the last epoch."""
-        return self.position(stream, 0, state.cursors[0]) is None
+        return state.cursors[0] >= self.num_documents(stream, 0)
 
 
 @dataclass
@@ -67,9 +69,11 @@ class _Stream:
 
 @dataclass
 class _Request:
+    """Consecutive documents of one stream to read: the source of each, and its virtual position there."""
+
     stream: _Stream
-    source: int
-    position: int
+    sources: np.ndarray  # int64 [documents]
+    positions: np.ndarray  # int64 [documents]
 
 
 class StreamReader:
@@ -92,6 +96,7 @@ class StreamReader:
         ]
         self.num_documents = 0
         self.num_tokens = 0
+        self.num_fruitless = 0  # documents without tokens since the last one with some
 
     def __iter__(self) -> Iterator[Sequence]:
         """Yield without end, or until every stream has come to the end of the last epoch and left the round."""
@@ -101,8 +106,7 @@ class StreamReader:
                 self._fill(stream, plan.seq_len)
                 sequence = pack_sequence(stream.buffer, plan.seq_len, plan.context_len, plan.encoder.pad_id)
                 if plan.max_epochs and not self._fill(stream, 1):
-                    while stream.buffer.documents:
-                        stream.buffer.finish_document()  # documents without tokens, up to the last
+                    stream.buffer.finish_all()  # documents without tokens, up to the last
                     sequence.state, sequence.is_last = stream.buffer.state.to_list(), True
                 yield sequence
                 if sequence.is_last:
@@ -124,61 +128,59 @@ class StreamReader:
         """
         requests: list[_Request] = []
         mean_tokens = self.num_tokens / self.num_documents if self.num_tokens else self.plan.seq_len
-        max_rows = min(ROWS_PER_BATCH, math.ceil(TOKENS_PER_BATCH / mean_tokens)) if self.num_documents else 1
+        rows_left = min(ROWS_PER_BATCH, math.ceil(TOKENS_PER_BATCH / mean_tokens)) if self.num_documents else 1
         turn = self.streams.index(first)
         for stream in self.streams[turn:] + self.streams[:turn]:
             missing = self.plan.seq_len - stream.buffer.num_tokens
             if missing <= 0 and stream is not first:
                 continue
-            num_rows = min(max(1, math.ceil(missing / mean_tokens)), max_rows - len(requests))
-            requests += self._draw(stream, num_rows)
-            if not requests or len(requests) >= max_rows:
+            request = self._draw(stream, min(max(1, math.ceil(missing / mean_tokens)), rows_left))
+            if len(request.positions):
+                requests.append(request)
+                rows_left -= len(request.positions)
+            if not requests or not rows_left:
                 break
         return requests
 
-    def _draw(self, stream: _Stream, count: int) -> list[_Request]:
+    def _draw(self, stream: _Stream, count: int) -> _Request:
         """The stream's next ``count`` documents, fewer at the end of the last epoch."""
-        requests = []
-        for _ in range(count):
-            source = 0
-            position = self.plan.position(stream.number, source, stream.read_cursors[source])
-            if position is None:
-                break
-            stream.read_cursors[source] += 1
-            requests.append(_Request(stream, source, position))
-        return requests
+        cursor = stream.read_cursors[0]
+        count = min(count, self.plan.num_documents(stream.number, 0) - cursor)
+        positions = stream.number + np.arange(cursor, cursor + count, dtype=np.int64) * self.plan.num_streams
+        stream.read_cursors[0] += count
+        return _Request(stream, np.zeros(count, dtype=np.int64), positions)
 
     def _read_batch(self, requests: list[_Request]) -> None:
-        documents: list[Document | None] = [None] * len(requests)
-        for source in {request.source for request in requests}:
-            places = [place for place, request in enumerate(requests) if request.source == source]
-            positions = np.array([requests[place].position for place in places], dtype=np.int64)
-            rows = self.plan.orders[source].rows(positions).tolist()
-            for place, document in zip(places, read_documents(self.plan, source, rows), strict=True):
-                documents[place] = document
-        for request, document in zip(requests, documents, strict=True):
-            request.stream.buffer.push(document)
-            self.num_documents += 1
-            self.num_tokens += len(document.tokens)
+        sources = np.concatenate([request.sources for request in requests])
+        positions = np.concatenate([request.positions for request in requests])
+        documents = read_documents(self.plan, sources, positions)
+        start = 0
+        for request in requests:
+            stop = start + len(request.positions)
+            request.stream.buffer.push(documents.select(start, stop), request.sources.tolist())
+            start = stop
+        self.num_documents += len(documents)
+        self.num_tokens += len(documents.tokens)
+        self._check_progress(documents)
+
+    def _check_progress(self, documents: Documents) -> None:
+        """Raise when so many documents in a row had no token that there can be none that has."""
+        self.num_fruitless = 0 if len(documents.tokens) else self.num_fruitless + len(documents)
+        if self.num_fruitless > FRUITLESS_PASSES * sum(map(len, self.plan.sources)):
+            names = ", ".join(source.name for source in self.plan.sources)
+            raise UserError(f"--training.dataset {names}: no row holds any text")
 
 
-def read_documents(plan: DataPlan, source_index: int, rows: list[int]) -> list[Document]:
-    """Read and tokenise rows of one source.
+def read_documents(plan: DataPlan, sources: np.ndarray, positions: np.ndarray) -> Documents:
+    """Read and tokenise the documents at virtual ``positions`` of their ``sources``, both int64 [n].
 
     Raises:
         UserError: a row cannot be read, or holds no text and ``plan.skip_bad_rows`` is off; it names source, row and
             column.
     """
-    source, encoder = plan.sources[source_index], plan.encoder
-    values = read_rows(source, rows)
-    faults = [find_fault(value, source.is_tokenized, encoder.vocab_size) for value in values]
-    for row, fault in zip(rows, faults, strict=True):
-        if fault and not plan.skip_bad_rows:
-            raise UserError(
-                f"{source.name}: row {row} (counted from 0), column {source.column}: {fault}; "
-                "mend the row, or leave such rows out with --training.on_bad_row skip"
-            )
-    good = [value for value, fault in zip(values, faults, strict=True) if not fault]
-    encoded = iter(encoder.encode_ids(good) if source.is_tokenized else encoder.encode_texts(good))
-    empty = np.empty(0, dtype=encoder.dtype)
-    return [Document(empty if fault else next(encoded), source_index, bool(fault)) for fault in faults]
+    parts, places = [], []
+    for source in np.unique(sources).tolist():
+        places.append(np.flatnonzero(sources == source))
+        rows = plan.orders[source].rows(positions[places[-1]]).tolist()
+        parts.append(read_rows(plan.sources[source], rows, plan.encoder, plan.skip_bad_rows))
+    return interleave(parts, places)

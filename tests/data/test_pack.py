@@ -5,16 +5,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flame.data.pack import IGNORE_INDEX, Document, StreamBuffer, pack_sequence
+from flame.data.documents import Documents
+from flame.data.pack import IGNORE_INDEX, StreamBuffer, pack_sequence
 from flame.data.state import StreamState
 
 
-def pack(lengths: list[int], seq_len: int, context_len: int | None = None):
-    """Sequences from documents whose tokens count through, as long as there are enough tokens."""
-    buffer, start = StreamBuffer(StreamState()), 0
-    for length in lengths:
-        buffer.push(Document(np.arange(start, start + length, dtype=np.uint16), 0))
-        start += length
+def push(buffer: StreamBuffer, lengths: list[int], start: int = 0) -> None:
+    tokens = np.arange(start, start + sum(lengths), dtype=np.int32)
+    buffer.push(Documents(tokens, list(itertools.accumulate(lengths))), [0] * len(lengths))
+
+
+def pack(lengths: list[int], seq_len: int, context_len: int | None = None, split: int = 0):
+    """Sequences from documents whose tokens count through; ``split`` of them are read before the others."""
+    buffer = StreamBuffer(StreamState())
+    push(buffer, lengths[:split])
+    push(buffer, lengths[split:], sum(lengths[:split]))
     return [pack_sequence(buffer, seq_len, context_len or seq_len) for _ in range(sum(lengths) // seq_len)]
 
 
@@ -50,9 +55,11 @@ def test_one_token_documents():
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=20), st.integers(1, 30), st.integers(1, 30))
-def test_packing_keeps_every_token_and_masks_only_document_ends(lengths, seq_len, context_len):
-    sequences = pack(lengths, seq_len, min(context_len, seq_len))
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=20), st.integers(1, 30), st.integers(1, 30), st.integers(0, 20)
+)
+def test_packing_keeps_every_token_and_masks_only_document_ends(lengths, seq_len, context_len, split):
+    sequences = pack(lengths, seq_len, min(context_len, seq_len), split)
     tokens = [token for sequence in sequences for token in sequence.input_ids.tolist()]
     assert tokens == list(range(len(tokens)))
     last_tokens = {end - 1 for end in itertools.accumulate(lengths)}
@@ -68,10 +75,16 @@ def test_packing_keeps_every_token_and_masks_only_document_ends(lengths, seq_len
         assert set(document_starts) <= set(boundaries)
 
 
+def test_state_does_not_show_how_far_was_read():
+    lengths = [3, 0, 1, 0, 0, 4, 0]
+    states = [[sequence.state for sequence in pack(lengths, 4, split=split)] for split in range(len(lengths))]
+    assert all(state == states[0] for state in states)
+
+
 @pytest.mark.parametrize("offset", [0, 1, 4])
 def test_resuming_inside_a_document_skips_what_was_used(offset):
     buffer = StreamBuffer(StreamState(offset=offset))
-    buffer.push(Document(np.arange(8), 0))
+    push(buffer, [8])
     assert buffer.num_tokens == 8 - offset
     assert pack_sequence(buffer, 4, 4).input_ids.tolist() == list(range(offset, offset + 4))
 
@@ -81,7 +94,7 @@ def test_time_is_linear_in_document_length():
     import time
 
     buffer = StreamBuffer(StreamState())
-    buffer.push(Document(np.arange(4_000_000, dtype=np.int32), 0))
+    push(buffer, [4_000_000])
     started = time.perf_counter()
     for _ in range(4_000_000 // 2048):
         pack_sequence(buffer, 2048, 2048)

@@ -135,3 +135,10 @@ def test_bad_rows_are_skipped_and_counted():
     sequences = read(plan, 3)
     assert first_tokens(sequences) == [0, 2, 0]
     assert StreamState.from_list(sequences[2].state).skipped == 1
+
+
+@pytest.mark.parametrize("texts", [["", ""], [None, None]])
+def test_a_source_without_any_text_is_an_error(texts):
+    plan = make_plan(texts, 4, 2, skip_bad_rows=True)
+    with pytest.raises(UserError, match="no row holds any text"):
+        read(plan, 1)

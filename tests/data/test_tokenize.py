@@ -20,6 +20,10 @@ def framing_tokenizer(template: str):
     return tokenizer
 
 
+def split(documents) -> list[list[int]]:
+    return [part.tolist() for part in np.split(documents.tokens, documents.ends[:-1])]
+
+
 @pytest.mark.parametrize(
     "tokenizer, add_bos, add_eos, expected",
     [
@@ -35,10 +39,10 @@ def framing_tokenizer(template: str):
 )
 def test_bos_and_eos(tokenizer, add_bos, add_eos, expected):
     encoder = DocumentEncoder(tokenizer, add_bos, add_eos)
-    assert [ids.tolist() for ids in encoder.encode_texts(["1 2", "", "1 2"])] == [expected, [], expected]
+    assert split(encoder.encode_texts(["1 2", "", "1 2"])) == [expected, [], expected]
     variants = [[1, 2], expected, tokenizer("1 2")["input_ids"]]
     for row in variants if add_bos == add_eos == "auto" else variants[:2]:
-        assert encoder.encode_ids([np.array(row)])[0].tolist() == expected
+        assert split(encoder.encode_ids([np.array(row), np.array([], dtype=int)])) == [expected, []]
 
 
 def test_asking_for_a_token_that_there_is_not():
@@ -50,7 +54,7 @@ def test_truncation_and_padding_of_a_tokenizer_file_are_off():
     tokenizer = word_tokenizer()
     tokenizer.backend_tokenizer.enable_truncation(2)
     tokenizer.backend_tokenizer.enable_padding(length=6)
-    assert DocumentEncoder(tokenizer).encode_texts(["1 2 3", "4"])[0].tolist() == [1, 2, 3]
+    assert split(DocumentEncoder(tokenizer).encode_texts(["1 2 3", "4"])) == [[1, 2, 3], [4]]
 
 
 def test_slow_tokenizers_give_the_same():
@@ -67,8 +71,8 @@ def test_slow_tokenizers_give_the_same():
             return fast(texts, add_special_tokens=add_special_tokens)
 
     encoder = DocumentEncoder(SlowTokenizer())
-    assert [ids.tolist() for ids in encoder.encode_texts(["1 2", ""])] == [[1, 2, EOS], []]
-    assert encoder.encode_texts([]) == []
+    assert split(encoder.encode_texts(["1 2", ""])) == [[1, 2, EOS], []]
+    assert len(encoder.encode_texts([])) == 0
 
 
 def test_fingerprint_follows_vocabulary_and_frame():
