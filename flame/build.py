@@ -62,6 +62,7 @@ def build_run(config: JobConfig) -> Run:
         write_run_folder(config, model_config, tokenizer, dist.world_size)
         describe_job(config, built, backend, dist)
 
+    flops = FlopCounter(built.model)
     model = shard_and_initialise(config, built, dist)
     optimizer = build_optimizer(model, config.optimizer, built.no_decay)
     checkpoints = build_checkpoints(config)
@@ -75,7 +76,7 @@ def build_run(config: JobConfig) -> Run:
         model=model,
         optimizer=optimizer,
         data=data,
-        flops=FlopCounter(model),
+        flops=flops,
         checkpoints=checkpoints,
         metrics=MetricLogger(config, config.job.dump_folder, rank=dist.rank, last_step=step),
         meter=StepMeter(dist.device, dist.world_size, **state.get("meter", {})),

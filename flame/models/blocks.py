@@ -23,7 +23,7 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """
     lists = _outermost_lists(model)
     declared = _declared_blocks(model)
-    chosen = [entries for entries in lists.values() if {type(block).__name__ for _, block in entries} <= declared]
+    chosen = [entries for entries in lists.values() if all(_class_names(block) & declared for _, block in entries)]
     if not chosen:
         largest = max(map(_num_parameters, lists.values()), default=0)
         chosen = [entries for entries in lists.values() if _num_parameters(entries) >= _MIN_SHARE * largest]
@@ -54,6 +54,11 @@ def _outermost_lists(model: nn.Module) -> dict[str, list[tuple[str, nn.Module]]]
 
 def _declared_blocks(model: nn.Module) -> set[str]:
     return {name for module in model.modules() for name in (getattr(module, "_no_split_modules", None) or ())}
+
+
+def _class_names(module: nn.Module) -> set[str]:
+    # With those of the base classes, since sharding puts a class of its own in front.
+    return {cls.__name__ for cls in type(module).__mro__}
 
 
 def _num_parameters(entries: list[tuple[str, nn.Module]]) -> int:

@@ -154,10 +154,10 @@ def _expert_share(model: nn.Module, name: str) -> float:
 
 
 def mixer_flops(module: nn.Module) -> MixerFlops | None:
-    """FLOPs of ``module`` when it is a known token mixer, else None."""
-    formula = _FORMULAS.get(type(module).__name__)
-    if formula is not None:
-        return formula(module)
+    """FLOPs of ``module`` when it, or a class that it derives from, is a known token mixer, else None."""
+    for cls in type(module).__mro__:
+        if cls.__name__ in _FORMULAS:
+            return _FORMULAS[cls.__name__](module)
     if type(module).__name__.endswith("Attention") and hasattr(module, "config"):
         return _transformers_attention(module)
     return None
