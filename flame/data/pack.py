@@ -100,14 +100,14 @@ def pack_sequence(buffer: StreamBuffer, seq_len: int, context_len: int, pad_id: 
     fills its sequence up with ``pad_id``, without targets.
     """
     state, filled, following = buffer.state, 0, IGNORE_INDEX
-    parts: list[np.ndarray] = []
+    input_ids = np.full(seq_len, pad_id, dtype=np.int32)
     ends: list[int] = []  # where documents end in the sequence
     while filled < seq_len and buffer.blocks:
         block = buffer.blocks[0]
         tokens = block.documents.tokens
         start = block.document_start + state.offset
         stop = min(start + seq_len - filled, len(tokens))
-        parts.append(tokens[start:stop])
+        input_ids[filled : filled + stop - start] = tokens[start:stop]
         ends += [end - start + filled for end in block.finish_before(stop, state)]
         filled += stop - start
         if block.num_finished == len(block.documents):
@@ -116,28 +116,22 @@ def pack_sequence(buffer: StreamBuffer, seq_len: int, context_len: int, pad_id: 
             state.offset = stop - block.document_start
             following = tokens[stop]
     buffer.num_tokens -= filled
-    if filled < seq_len:
-        parts.append(np.full(seq_len - filled, pad_id))
-    input_ids = np.concatenate(parts).astype(np.int32)  # [seq_len]
     labels = np.empty_like(input_ids)
     labels[:-1] = input_ids[1:]
     labels[-1] = following
     labels[filled:] = IGNORE_INDEX
-    document_ends = np.array(ends, dtype=np.int32)
-    document_ends = document_ends[document_ends > 0]  # an empty document in front ends where the sequence starts
-    labels[document_ends - 1] = IGNORE_INDEX
-    return Sequence(input_ids, labels, cut_pieces(document_ends, seq_len, context_len), state.to_list())
+    labels[[end - 1 for end in ends if end]] = IGNORE_INDEX  # an empty document in front ends at 0
+    boundaries = cut_pieces([*ends, seq_len], context_len)
+    return Sequence(input_ids, labels, np.array(boundaries, dtype=np.int32), state.to_list())
 
 
-def cut_pieces(document_ends: np.ndarray, seq_len: int, context_len: int) -> np.ndarray:
-    """Boundaries, int32, of the pieces of at most ``context_len`` tokens between ascending ``document_ends``."""
-    boundaries = np.concatenate([[0], document_ends, [seq_len]]).astype(np.int32)
-    lengths = np.diff(boundaries)
-    if lengths.max() > context_len:
-        inner = [
-            np.arange(boundaries[place] + context_len, boundaries[place + 1], context_len)
-            for place in np.flatnonzero(lengths > context_len)
-        ]
-        boundaries = np.sort(np.concatenate([boundaries, *inner])).astype(np.int32)
-        lengths = np.diff(boundaries)
-    return boundaries[np.concatenate([[True], lengths > 0])]  # empty documents end where the one before them does
+def cut_pieces(document_ends: list[int], context_len: int) -> list[int]:
+    """Boundaries of pieces of at most ``context_len`` tokens between ascending ``document_ends``, from 0 on."""
+    boundaries, start = [0], 0
+    for end in document_ends:
+        if end - start > context_len:
+            boundaries += range(start + context_len, end, context_len)
+        if end > start:  # empty documents end where the one before them does
+            boundaries.append(end)
+            start = end
+    return boundaries

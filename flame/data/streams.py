@@ -129,12 +129,13 @@ class StreamReader:
         requests: list[_Request] = []
         mean_tokens = self.num_tokens / self.num_documents if self.num_tokens else self.plan.seq_len
         rows_left = min(ROWS_PER_BATCH, math.ceil(TOKENS_PER_BATCH / mean_tokens)) if self.num_documents else 1
+        wanted = self.plan.seq_len + TOKENS_PER_BATCH // len(self.streams)  # so that few streams fill a batch too
         turn = self.streams.index(first)
         for stream in self.streams[turn:] + self.streams[:turn]:
-            missing = self.plan.seq_len - stream.buffer.num_tokens
-            if missing <= 0 and stream is not first:
+            missing = wanted - stream.buffer.num_tokens
+            if missing <= 0:
                 continue
-            request = self._draw(stream, min(max(1, math.ceil(missing / mean_tokens)), rows_left))
+            request = self._draw(stream, min(math.ceil(missing / mean_tokens), rows_left))
             if len(request.positions):
                 requests.append(request)
                 rows_left -= len(request.positions)
