@@ -49,9 +49,13 @@ def make_attention(backend: str, context_len: int | None = None) -> tuple[Callab
     """(dense, varlen) functions with the signatures of flash_attn_func and flash_attn_varlen_func.
 
     Args:
-        backend: "varlen", "sdpa" or "flex".
+        backend: a resolved one.
         context_len: longest document, in tokens, of a row that packs several; FLA's layers only know the row's length.
     """
+    if backend == "flash":
+        from flash_attn import flash_attn_func, flash_attn_varlen_func
+
+        return flash_attn_func, flash_attn_varlen_func
     packed = {"varlen": _varlen_attention, "sdpa": _grouped_sdpa, "flex": _FlexAttention()}[backend]
 
     def flash_attn_func(

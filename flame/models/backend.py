@@ -32,6 +32,7 @@ import torch
 from flame.errors import UserError
 from flame.models.attention import make_attention, resolve_attention_backend
 from flame.models.chunk_backward import chunk_bwd_dqkwg
+from flame.models.native_attention import register_native_attention
 
 BACKENDS = ("auto", "triton", "reference")
 REFERENCE_FAMILIES = ("delta_net", "gated_deltanet", "gla", "transformer")
@@ -110,8 +111,10 @@ def setup_backend(
         _install_reference()
     elif needs_chunk_backward():
         _install_chunk_backward()
+    dense, varlen = make_attention(attention, context_len)
     if attention != "flash":
-        _install_attention(attention, context_len)
+        _install_attention(dense, varlen)
+    register_native_attention(varlen)
     return resolved
 
 
@@ -202,8 +205,7 @@ def _install_chunk_backward() -> None:
     _replace_everywhere(original, chunk_bwd_dqkwg_or_kernel)
 
 
-def _install_attention(backend: str, context_len: int | None) -> None:
-    dense, varlen = make_attention(backend, context_len)
+def _install_attention(dense: Callable, varlen: Callable) -> None:
     for module_name in _ATTENTION_MODULES:
         module = importlib.import_module(module_name)
         _find(module_name, "flash_attn_func")

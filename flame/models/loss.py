@@ -7,12 +7,14 @@ FSDP hangs on the root module (parameters gathered, output projection included),
 from __future__ import annotations
 
 import types
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flame.errors import UserError
+from flame.models.native_attention import has_native_attention, use_native_attention, without_mask
 from flame.models.reference.cross_entropy import fused_linear_cross_entropy_loss
 
 IGNORE_INDEX = -100
@@ -30,6 +32,8 @@ def attach_training_forward(model: nn.Module) -> nn.Module:
         UserError: a model whose loss this would not reproduce (see `check_loss_support`).
     """
     check_loss_support(model)
+    if not is_fla_model(model):
+        use_native_attention(model)
     own_forward = model.forward
 
     def forward(self: nn.Module, input_ids: Tensor, labels: Tensor | None = None, **kwargs) -> Tensor:
@@ -43,9 +47,9 @@ def attach_training_forward(model: nn.Module) -> nn.Module:
 
 def training_loss(model: nn.Module, input_ids: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
     """Sum of the losses over valid targets, auxiliary terms included; see `attach_training_forward`."""
-    hidden_states = model.get_decoder()(
-        input_ids=input_ids, use_cache=False, return_dict=False, **_packing_arguments(model, input_ids, cu_seqlens)
-    )[0]
+    packing = _packing_arguments(model, input_ids, cu_seqlens)
+    with without_mask() if "position_ids" in packing and "cu_seqlens" in packing else nullcontext():
+        hidden_states = model.get_decoder()(input_ids=input_ids, use_cache=False, return_dict=False, **packing)[0]
     head = model.get_output_embeddings()
     if is_fla_model(model):
         return _fla_loss(model.config, hidden_states, head, labels)
@@ -109,8 +113,9 @@ def _packing_arguments(model: nn.Module, input_ids: Tensor, cu_seqlens: Tensor |
         return {}
     if is_fla_model(model):
         return {"cu_seqlens": cu_seqlens}
-    # transformers finds the documents of a packed row by their restarting positions, and masks between them.
-    return {"position_ids": document_position_ids(cu_seqlens, input_ids.shape[1])}
+    positions = {"position_ids": document_position_ids(cu_seqlens, input_ids.shape[1])}
+    # Other attention finds the documents by their restarting positions, and masks between them.
+    return positions | {"cu_seqlens": cu_seqlens} if has_native_attention(model) else positions
 
 
 @torch.no_grad()

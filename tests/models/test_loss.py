@@ -123,6 +123,28 @@ def test_a_native_model_keeps_documents_apart_bit_for_bit():
     torch.testing.assert_close(packed, alone)
 
 
+def test_a_native_model_packs_without_a_mask(monkeypatch):
+    from flame.models import native_attention
+
+    model = attach_training_forward(
+        native_model("mistral", sliding_window=4, num_attention_heads=2, num_key_value_heads=1)
+    )
+    assert native_attention.has_native_attention(model)
+    ids, labels = make_batch()
+    cu_seqlens = torch.tensor([0, 9, 24], dtype=torch.int32)
+    alone = model(ids[:, :9], labels=labels[:, :9]) + model(ids[:, 9:], labels=labels[:, 9:])
+    monkeypatch.setattr("transformers.masking_utils.sdpa_mask", None)  # calling it would fail
+    torch.testing.assert_close(model(ids, labels=labels, cu_seqlens=cu_seqlens), alone)
+    assert "flame" not in model.config.to_json_string()
+
+
+def test_attention_that_packing_does_not_have_is_refused():
+    model = attach_training_forward(native_model("llama", attention_dropout=0.1)).train()
+    ids, labels = make_batch()
+    with pytest.raises(UserError, match="attention dropout"):
+        model(ids, labels=labels, cu_seqlens=torch.tensor([0, 24], dtype=torch.int32))
+
+
 def test_a_native_model_that_mixes_documents_is_refused():
     model = attach_training_forward(native_model("falcon_mamba", state_size=4))
     model.train()

@@ -1,0 +1,105 @@
+"""Packed documents in models that are native to transformers, through its public registry of attention functions.
+
+With position_ids that restart at each document, transformers masks between documents by itself, but with a mask of
+[T, T] entries: 4 GiB for a row of 65,536 tokens. Models whose attention goes through the registry (and supports
+FlashAttention, so that it says all that its mask would hold) get flame's own packed attention here instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+
+from torch import Tensor, nn
+
+from flame.errors import UserError
+
+NAME = "flame"
+_packed: ContextVar[bool] = ContextVar("packed", default=False)
+
+
+def register_native_attention(varlen: Callable) -> None:
+    """Enter `varlen` (with flash_attn_varlen_func's signature) under flame's name; without cu_seqlens it is SDPA."""
+    # Imported here: these modules are loud, and `flame.models.backend.import_fla` has loaded them quietly by now.
+    from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs):
+        cu_seqlens = kwargs.pop("cu_seqlens", None)
+        if cu_seqlens is None:
+            return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        return _attend_packed(varlen, query, key, value, cu_seqlens, **kwargs), None
+
+    def mask(*args, **kwargs) -> Tensor | None:
+        return None if _packed.get() else masking_utils.sdpa_mask(*args, **kwargs)
+
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, mask)
+
+
+def use_native_attention(model: nn.Module) -> None:
+    """Switch a model over if it can take it: SDPA by default, and able to run FlashAttention."""
+    from transformers import AttentionInterface
+
+    if NAME not in AttentionInterface().valid_keys():
+        return  # setup_backend was not called
+    if model.config._attn_implementation == "sdpa" and model._supports_flash_attn:
+        model.set_attn_implementation(NAME)
+
+
+def has_native_attention(model: nn.Module) -> bool:
+    return model.config._attn_implementation == NAME
+
+
+@contextlib.contextmanager
+def without_mask() -> Iterator[None]:
+    """Within, models do not build the mask that packed attention has no use for."""
+    token = _packed.set(True)
+    try:
+        yield
+    finally:
+        _packed.reset(token)
+
+
+def _attend_packed(
+    varlen: Callable,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs,
+) -> Tensor:
+    """[1, H, T, D] queries over [1, Hkv, T, D] keys and values to [1, T, H, D]."""
+    extras = {
+        "attention dropout": dropout,
+        "softcap": softcap,
+        "attention sinks": s_aux,
+        "position bias": position_bias,
+    }
+    for name, value_given in extras.items():
+        if value_given is not None and (name != "attention dropout" or value_given):
+            raise UserError(
+                f"packed documents (training.varlen) do not go together with {name} in this model's attention"
+            )
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # [T, H, D]
+    window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
+    o = varlen(
+        q,
+        k,
+        v,
+        cu_seqlens,
+        cu_seqlens,
+        len(q),
+        len(k),
+        softmax_scale=scaling,
+        causal=True,
+        window_size=window,
+    )
+    return o[None]
