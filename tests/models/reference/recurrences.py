@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -18,7 +19,7 @@ def per_document(step: Callable, tensors: dict[str, Tensor], states: Tensor | No
         states: [N, ...] start states, indexable by document.
     """
     outputs, finals = [], []
-    for document, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for document, (start, end) in enumerate(itertools.pairwise(bounds)):
         state = states[document]
         for t in range(start, end):
             state, output = step(state, {name: x[t] for name, x in tensors.items()})

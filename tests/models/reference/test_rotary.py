@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -33,7 +35,7 @@ def test_packed_documents(offset, interleaved, dtype):
     offsets = torch.tensor([3, 0, 7]) if offset == "per document" else offset
     positions = [
         t - start + (int(offsets[n]) if torch.is_tensor(offsets) else offsets)
-        for n, (start, end) in enumerate(zip(BOUNDS, BOUNDS[1:], strict=False))
+        for n, (start, end) in enumerate(itertools.pairwise(BOUNDS))
         for t in range(start, end)
     ]
 
