@@ -8,9 +8,10 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from flame.data.batch import Batch, join_sequences
+from flame.data.fingerprint import plan_fingerprint
 from flame.data.order import RowOrder
 from flame.data.pack import Sequence, StreamBuffer, pack_sequence
-from flame.data.sources import open_source, source_fingerprint, source_specs
+from flame.data.sources import open_source, source_specs
 from flame.data.state import STATE_VERSION, StreamState, check_fingerprint
 from flame.data.streams import DataPlan
 from flame.data.tokenize import DocumentEncoder
@@ -249,13 +250,4 @@ def build_dataloader(
         max_epochs=training.max_epochs,
         skip_bad_rows=training.on_bad_row == "skip",
     )
-    return DataLoader(plan, _fingerprint(plan, training), training, dp_rank, dp_size, gather)
-
-
-def _fingerprint(plan: DataPlan, training) -> dict:
-    return {
-        "sources": [source_fingerprint(source) for source in plan.sources],
-        "tokenizer": plan.encoder.fingerprint(),
-        "order": {"seed": training.seed, "shuffle": training.shuffle},
-        "packing": {"seq_len": plan.seq_len, "context_len": plan.context_len, "varlen": training.varlen},
-    }
+    return DataLoader(plan, plan_fingerprint(plan, training), training, dp_rank, dp_size, gather)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import importlib.util
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ BUILDERS = {
     ".txt": "text",
     ".arrow": "arrow",
 }
-COMPRESSIONS = {".gz", ".zst", ".xz", ".bz2", ".lz4"}
+COMPRESSIONS = {".gz": "", ".bz2": "", ".xz": "", ".zst": "zstandard", ".lz4": "lz4"}  # and the package it takes
 HUB_ATTEMPTS = 5
 FIRST_WAIT_SECONDS = 2.0
 
@@ -134,8 +135,13 @@ def _builder_for(dataset: str, files: list[str]) -> str:
         reason = f"{odd} has an unknown ending" if odd else f"it mixes {', '.join(sorted(builders))} files"
         raise UserError(
             f"--training.dataset {dataset}: {reason}; known are {', '.join(BUILDERS)}, "
-            f"each also with {', '.join(sorted(COMPRESSIONS))}"
+            f"each also with {', '.join(COMPRESSIONS)}"
         )
+    for package in {COMPRESSIONS.get(Path(file).suffix.lower(), "") for file in files} - {""}:
+        if importlib.util.find_spec(package) is None:
+            raise UserError(
+                f"--training.dataset {dataset}: reading it takes the package {package}; pip install {package}"
+            )
     return builders.pop()
 
 

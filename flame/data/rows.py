@@ -23,7 +23,7 @@ def read_rows(source: Source, rows: list[int], encoder: DocumentEncoder, skip_ba
     Raises:
         UserError: a row is bad; the message names source, row and column.
     """
-    values = _read_values(source, rows)
+    values = read_values(source, rows)
     skipped = _bad_places(values, source.is_tokenized, encoder.vocab_size)
     for place in skipped:
         if not skip_bad_rows:
@@ -58,14 +58,14 @@ def _bad_places(values: list, is_tokenized: bool, vocab_size: int) -> list[int]:
     return [place for place, value in enumerate(values) if find_fault(value, is_tokenized, vocab_size)]
 
 
-def _read_values(source: Source, rows: list[int]) -> list:
+def read_values(source: Source, rows: list[int]) -> list:
     """The values of ``rows``; when they cannot be read together, each by itself, so that only the bad ones are lost."""
     try:
         return source.read(rows)
     except Exception as error:  # whatever a file system or Arrow raises for damaged files
         if len(rows) == 1:
             return [UnreadableRow(error)]
-        return [value for row in rows for value in _read_values(source, [row])]
+        return [value for row in rows for value in read_values(source, [row])]
 
 
 def _kind_of(value) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +14,6 @@ from flame.errors import UserError
 BUILTIN_PREFIX = "builtin:"
 TEXT_COLUMNS = ("text", "content")
 TOKENS_COLUMN = "input_ids"
-NUM_SAMPLED_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -139,20 +137,6 @@ def open_source(spec: SourceSpec, text_column: str = "") -> Source:
     if not len(source):
         raise UserError(f"--training.dataset {spec.dataset}: split {spec.split} has no rows")
     return source
-
-
-def source_fingerprint(source: Source) -> dict[str, str | int]:
-    """What tells one source from another, wherever its files lie: row count, column, and a sample of the rows."""
-    rows = np.unique(np.linspace(0, len(source) - 1, NUM_SAMPLED_ROWS).astype(np.int64)).tolist()
-    digest = hashlib.sha256()
-    for value in source.read(rows):
-        content = value.tobytes() if isinstance(value, np.ndarray) else str(value).encode("utf-8", "surrogatepass")
-        digest.update(len(content).to_bytes(8, "little") + content)
-    return {
-        "rows": len(source),
-        "column": source.column,
-        "sampled_rows": digest.hexdigest()[:32],
-    }
 
 
 def _choose_column(name: str, dataset, text_column: str) -> str:

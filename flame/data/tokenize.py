@@ -31,9 +31,10 @@ def load_tokenizer(path: str, trust_remote_code: bool = False):
 
     found = find_resource(path)
     try:
-        if found.is_file():
+        if found.is_file() and not (found.parent / "tokenizer_config.json").is_file():
             return PreTrainedTokenizerFast(tokenizer_file=str(found))
-        source = str(found) if found.is_dir() else path
+        folder = found.parent if found.is_file() else found
+        source = str(folder) if folder.is_dir() else path
         return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers and tokenizers raise plain Exception, OSError, ValueError and KeyError
         raise UserError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -117,8 +118,7 @@ def _start_worker(reader: StreamReader, prefetch: int, persistent: bool) -> Data
 
 def _start_method() -> str | None:
     """Forked workers share the sources' memory and start at once; elsewhere than on Linux forking is unsafe."""
-    is_linux = os.uname().sysname == "Linux"
-    return "fork" if is_linux and "fork" in multiprocessing.get_all_start_methods() else None
+    return "fork" if sys.platform == "linux" else None
 
 
 def _as_is(item):

@@ -57,6 +57,14 @@ def test_compressed_files(tmp_path, module, suffix):
     assert texts(path) == ["a b", "c"]
 
 
+def test_a_compression_whose_package_is_missing_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    path = tmp_path / "rows.jsonl.zst"
+    path.write_bytes(b"x")
+    with pytest.raises(UserError, match="pip install zstandard"):
+        load_rows(SourceSpec(str(path)))
+
+
 def test_globs_are_read_in_sorted_order(tmp_path):
     write_jsonl(tmp_path / "2.jsonl", [{"text": "second"}])
     write_jsonl(tmp_path / "1.jsonl", [{"text": "first"}])

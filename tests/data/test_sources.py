@@ -1,10 +1,10 @@
+import pickle
 from types import SimpleNamespace
 
 import datasets
-import numpy as np
 import pytest
 
-from flame.data.sources import DatasetSource, SourceSpec, TextSource, open_source, source_fingerprint, source_specs
+from flame.data.sources import DatasetSource, SourceSpec, open_source, source_specs
 from flame.errors import UserError
 
 
@@ -47,6 +47,20 @@ def test_rows_come_in_the_order_asked_for():
     assert source.read([2, 0, 3, 0]) == ["d", "f", "a", "f"]
 
 
+def test_sources_can_be_sent_to_another_process():
+    source = DatasetSource("rows", datasets.Dataset.from_dict({"text": ["a", "b"]}))
+    source.read([0])
+    assert pickle.loads(pickle.dumps(source)).read([1]) == ["b"]
+
+
+def test_many_record_batches_are_read_as_one(tmp_path):
+    parts = [
+        datasets.Dataset.from_dict({"text": [str(row) for row in range(start, start + 7)]}) for start in (0, 7, 14)
+    ]
+    source = DatasetSource("rows", datasets.concatenate_datasets(parts))
+    assert source.read([20, 0, 7, 6]) == ["20", "0", "7", "6"]
+
+
 def test_tokenised_rows():
     source = DatasetSource("rows", datasets.Dataset.from_dict({"input_ids": [[1, 2], [], None, [3, None]]}))
     assert source.is_tokenized
@@ -73,14 +87,3 @@ def test_a_split_without_rows_is_refused(tmp_path):
 def test_unknown_embedded_corpus():
     with pytest.raises(UserError, match="builtin:stdlib"):
         open_source(SourceSpec("builtin:books"))
-
-
-def test_fingerprint_knows_the_content_not_the_place(tmp_path):
-    dataset = datasets.Dataset.from_dict({"text": ["a", "b"]})
-    dataset.save_to_disk(tmp_path / "saved")
-    moved = DatasetSource("rows", datasets.load_from_disk(str(tmp_path / "saved")))
-    assert source_fingerprint(DatasetSource("rows", dataset)) == source_fingerprint(moved)
-    assert source_fingerprint(TextSource("rows", ["a", "b"])) == source_fingerprint(moved)
-    assert source_fingerprint(TextSource("rows", ["a", "c"])) != source_fingerprint(moved)
-    tokens = datasets.Dataset.from_dict({"input_ids": [np.arange(3), np.arange(2)]})
-    assert source_fingerprint(DatasetSource("rows", tokens))["column"] == "input_ids"
