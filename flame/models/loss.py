@@ -7,7 +7,6 @@ FSDP hangs on the root module (parameters gathered, output projection included),
 from __future__ import annotations
 
 import types
-from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +47,7 @@ def attach_training_forward(model: nn.Module) -> nn.Module:
 def training_loss(model: nn.Module, input_ids: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
     """Sum of the losses over valid targets, auxiliary terms included; see `attach_training_forward`."""
     packing = _packing_arguments(model, input_ids, cu_seqlens)
-    with without_mask() if "position_ids" in packing and "cu_seqlens" in packing else nullcontext():
+    with without_mask(has_native_attention(model) and cu_seqlens is not None):
         hidden_states = model.get_decoder()(input_ids=input_ids, use_cache=False, return_dict=False, **packing)[0]
     head = model.get_output_embeddings()
     if is_fla_model(model):

@@ -53,9 +53,9 @@ def has_native_attention(model: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def without_mask() -> Iterator[None]:
-    """Within, models do not build the mask that packed attention has no use for."""
-    token = _packed.set(True)
+def without_mask(active: bool) -> Iterator[None]:
+    """Within, when `active`, models do not build the mask that packed attention has no use for."""
+    token = _packed.set(active)
     try:
         yield
     finally:
