@@ -78,8 +78,17 @@ _METHODS: tuple[tuple[str, str, str, str], ...] = (
     # Asserts that its tensors are on an accelerator before calling cross_entropy_loss.
     (_CROSS_ENTROPY, "FusedCrossEntropyLoss", "forward", "cross_entropy:cross_entropy_module_forward"),
 )
-# Layers that import flash_attn at the top and raise without it; only the first serves the reference families.
-_ATTENTION_MODULES = ("fla.layers.attn", "fla.layers.bitattn", "fla.layers.mla", "fla.layers.rodimus")
+# Modules that import flash_attn at the top and fail without it; the first serves the reference families.
+_ATTENTION_MODULES = (
+    "fla.layers.attn",
+    "fla.layers.bitattn",
+    "fla.layers.mla",
+    "fla.layers.rodimus",
+    "fla.ops.deltaformer.parallel",
+    "fla.ops.nsa.parallel",
+)
+# Built on flash_attn's private functions, which have no counterpart in torch.
+_NEED_FLASH_ATTN = ("moba",)
 
 _installed: list[tuple[Any, Any, Any, bool]] = []  # (namespace, name, original, is a dict)
 
@@ -149,13 +158,16 @@ def supported_model_types(backend: str) -> tuple[str, ...] | None:
 
 
 def check_supported(config: Any, backend: str) -> None:
-    """Refuse an FLA family whose operators the resolved backend does not have.
+    """Refuse an FLA family whose operators the resolved backend (or, for any backend, this machine) does not have.
 
     Raises:
         UserError: names the family and what can be used instead.
     """
-    is_fla = type(config).__module__.startswith("fla.")
-    if backend != "reference" or not is_fla or config.model_type in REFERENCE_FAMILIES:
+    if not type(config).__module__.startswith("fla."):
+        return
+    if config.model_type in _NEED_FLASH_ATTN and importlib.util.find_spec("flash_attn") is None:
+        raise UserError(f"model_type {config.model_type!r} needs the flash_attn package; install it")
+    if backend != "reference" or config.model_type in REFERENCE_FAMILIES:
         return
     raise UserError(
         f"the reference backend does not have the operators of model_type {config.model_type!r}; "

@@ -110,6 +110,13 @@ def test_families_without_reference_operators_are_refused():
         check_supported(AutoConfig.for_model("rwkv7"), "reference")
 
 
+def test_a_family_built_on_flash_attn_is_refused_without_it(monkeypatch):
+    setup_backend("auto", "cpu")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="'moba' needs the flash_attn package"):
+        check_supported(AutoConfig.for_model("moba"), "triton")
+
+
 @pytest.mark.parametrize(
     ("triton", "capability", "tilelang", "expected"),
     [
@@ -189,8 +196,9 @@ def test_training_and_decoding_modes_agree():
     torch.testing.assert_close(model(ids, use_cache=False).logits, short, rtol=1e-4, atol=1e-5)
 
 
-def test_left_padded_generation_matches_unpadded():
-    model = tiny_model("gated_deltanet")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_left_padded_generation_matches_unpadded(family):
+    model = tiny_model(family)
     ids = torch.randint(3, 64, (1, 6), generator=torch.Generator().manual_seed(0))
     padded = torch.cat([torch.zeros(1, 3, dtype=torch.int64), ids], dim=1)
     mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1]])
