@@ -12,6 +12,8 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from flame.errors import UserError
 from flame.models.blocks import find_blocks
@@ -72,6 +74,27 @@ def test_poison_init(family, filled_memory):
             assert torch.equal(tensor, eager[name]), name
 
 
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64, "pad_token_id": 0}
+TRANSFORMERS = {
+    "llama": SMALL | {"intermediate_size": 48},
+    "qwen3": SMALL | {"intermediate_size": 48, "head_dim": 8},
+    "mixtral": SMALL | {"intermediate_size": 48, "num_local_experts": 4, "num_key_value_heads": 2},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64},
+    "gemma2": SMALL | {"intermediate_size": 48, "head_dim": 8, "num_key_value_heads": 2},
+}
+
+
+@pytest.mark.parametrize("model_type", TRANSFORMERS)
+def test_poison_init_of_transformers_models(model_type, filled_memory):
+    config = CONFIG_MAPPING[model_type](**TRANSFORMERS[model_type])
+    build = functools.partial(AutoModelForCausalLM.from_config, config, dtype=torch.float32)
+    got, eager = tensors_of(initialised(build)), tensors_of(build())
+    assert got.keys() == eager.keys()
+    assert all(torch.isfinite(tensor).all() for tensor in got.values())
+    constant = [name for name in eager if name in dict(build().named_buffers()) or eager[name].std() == 0]
+    assert all(torch.equal(got[name], eager[name]) for name in constant)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_recorded_build_is_the_eager_build(family, filled_memory):
     """Replaying the whole recording in order, with one seed, gives the plain build's weights bit for bit."""
@@ -125,6 +148,24 @@ def test_a_name_keeps_its_weights_when_the_model_grows():
     small = tensors_of(initialised(functools.partial(build_eagerly, tiny_config("GLA"))))
     large = tensors_of(initialised(functools.partial(build_eagerly, tiny_config("GLA", num_hidden_layers=3))))
     assert all(torch.equal(small[name], large[name]) for name in small)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["GatedDeltaNet", "Transformer", "RWKV7"])
+def test_on_a_gpu(family):
+    build = functools.partial(build_eagerly, tiny_config(family))
+    cpu = tensors_of(initialised(build))
+    model, recipe = build_recipe(build)
+    model.to_empty(device="cuda")
+    poison(model)
+    state = torch.cuda.get_rng_state()
+    init_weights(model, recipe, seed=0)
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    for name, tensor in tensors_of(model).items():
+        assert tensor.is_cuda
+        assert torch.isfinite(tensor).all(), name
+        if cpu[name].numel() >= 4096:
+            assert tensor.std().item() == pytest.approx(cpu[name].std().item(), rel=0.1, abs=1e-6), name
 
 
 def test_tied_weights_stay_tied():
