@@ -1,12 +1,13 @@
 """Which code runs FLA's operators, and the one list of everything that flame replaces inside FLA.
 
-Three sets of replacements, written against flash-linear-attention 0.6:
+Four sets of replacements, written against flash-linear-attention 0.6:
 
 - reference operators: FLA's are Triton kernels, which do not run on a CPU; `--model.backend reference` also asks for
   them on a GPU, to check a kernel against an independent answer.
 - softmax attention: FLA's layers raise ImportError when the flash_attn package is missing.
 - one backward step of the gated operators: FLA refuses it on Hopper GPUs with Triton 3.4 to 3.7.0, where the compiler
   gets it wrong (flash-linear-attention issue 640; Triton 3.7.1 is right again).
+- generation: with transformers 5.24 FLA's models lose their cache (flame/models/generation.py).
 
 A function is replaced by identity, wherever a loaded `fla` module has bound it: FLA's modules import each other's
 functions by name, so that replacing it at its home alone would change nothing. FLA's own backend registry covers only
@@ -32,6 +33,7 @@ import torch
 from flame.errors import UserError
 from flame.models.attention import make_attention, resolve_attention_backend
 from flame.models.chunk_backward import chunk_bwd_dqkwg
+from flame.models.generation import is_cache_renamed, prepare_inputs_for_generation
 from flame.models.native_attention import register_native_attention
 
 BACKENDS = ("auto", "triton", "reference")
@@ -124,6 +126,9 @@ def setup_backend(
     if attention != "flash":
         _install_attention(dense, varlen)
     register_native_attention(varlen)
+    if is_cache_renamed():
+        mixin = _find("fla.models.generation_utils", "FLAGenerationMixin")
+        _replace(mixin, "prepare_inputs_for_generation", prepare_inputs_for_generation)
     return resolved
 
 

@@ -4,7 +4,6 @@ import importlib
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -194,15 +193,3 @@ def test_training_and_decoding_modes_agree():
     with torch.no_grad():
         short = model(ids, use_cache=False).logits
     torch.testing.assert_close(model(ids, use_cache=False).logits, short, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_left_padded_generation_matches_unpadded(family):
-    model = tiny_model(family)
-    ids = torch.randint(3, 64, (1, 6), generator=torch.Generator().manual_seed(0))
-    padded = torch.cat([torch.zeros(1, 3, dtype=torch.int64), ids], dim=1)
-    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1]])
-    options = SimpleNamespace(max_new_tokens=5, do_sample=False, pad_token_id=0)
-    plain = model.generate(ids, **vars(options))
-    with_padding = model.generate(padded, attention_mask=mask, **vars(options))
-    assert plain[0, 6:].tolist() == with_padding[0, 9:].tolist()

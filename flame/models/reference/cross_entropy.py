@@ -96,7 +96,7 @@ def fused_linear_cross_entropy_loss(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Computes the gradients with the loss: only one block's logits [rows, V] exist at a time, and none is recomputed."""
+    """Computes gradients along with the loss: only one block's logits [rows, V] exist at a time, none is recomputed."""
 
     BLOCK_ELEMENTS = 1 << 22  # logits a block: 16 MiB in float32
 
