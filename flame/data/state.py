@@ -83,5 +83,8 @@ def _differences(saved, current, path: str):
     if isinstance(saved, dict) and isinstance(current, dict):
         for key in sorted(saved.keys() | current.keys()):
             yield from _differences(saved.get(key), current.get(key), f"{path}.{key}" if path else key)
+    elif isinstance(saved, list) and isinstance(current, list) and len(saved) == len(current):
+        for number, (before, now) in enumerate(zip(saved, current, strict=True)):
+            yield from _differences(before, now, f"{path}[{number}]")
     elif saved != current:
         yield path, saved, current

@@ -21,6 +21,7 @@ from flame.errors import UserError
 # and no sequence waits long for its neighbours' documents.
 TOKENS_PER_BATCH = 65_536
 ROWS_PER_BATCH = 1_000
+MAX_GROWTH = 4
 FRUITLESS_PASSES = 20
 NO_END = 1 << 62
 
@@ -60,7 +61,7 @@ class DataPlan:
         return state.cursors[0] >= self.num_documents(stream, 0)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Stream:
     number: int
     buffer: StreamBuffer
@@ -128,7 +129,8 @@ class StreamReader:
         """
         requests: list[_Request] = []
         mean_tokens = self.num_tokens / self.num_documents if self.num_tokens else self.plan.seq_len
-        rows_left = min(ROWS_PER_BATCH, math.ceil(TOKENS_PER_BATCH / mean_tokens)) if self.num_documents else 1
+        known = max(1, MAX_GROWTH * self.num_documents)  # a short first document says little about the others
+        rows_left = min(ROWS_PER_BATCH, math.ceil(TOKENS_PER_BATCH / mean_tokens), known)
         wanted = self.plan.seq_len + TOKENS_PER_BATCH // len(self.streams)  # so that few streams fill a batch too
         turn = self.streams.index(first)
         for stream in self.streams[turn:] + self.streams[:turn]:

@@ -127,8 +127,8 @@ def _as_is(item):
 
 def _settle_worker(worker_id: int) -> None:
     """Preemption signals reach every process of a job: the trainer decides what happens then, and ends its workers."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
     # A forked process has lost the tokenizer's thread pool and would wait for it for ever.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -1,6 +1,4 @@
 import json
-import os
-import signal
 import time
 
 import datasets
@@ -98,34 +96,6 @@ def test_worker_count_changes_nothing_and_may_change_at_resume(corpus):
     three = Ranks(corpus, 1, num_workers=3, varlen=True).load(state)
     assert three.step_hashes(4) == expected[4:]
     three.close()
-
-
-def test_workers_leave_the_random_numbers_of_the_model_alone(corpus):
-    torch.manual_seed(1)
-    expected = torch.rand(3)
-    torch.manual_seed(1)
-    loader = make_loader(corpus, num_workers=1)
-    loader.next_step()
-    loader.close()
-    assert torch.equal(torch.rand(3), expected)
-
-
-def test_workers_ignore_termination_signals(corpus):
-    import multiprocessing
-
-    loader = make_loader(corpus, num_workers=2)
-    loader.next_step()
-    workers = multiprocessing.active_children()
-    assert len(workers) == 2
-    for worker in workers:
-        os.kill(worker.pid, signal.SIGTERM)
-        os.kill(worker.pid, signal.SIGINT)
-    time.sleep(0.2)
-    for _ in range(20):
-        loader.next_step()
-    assert all(worker.is_alive() for worker in workers)
-    loader.close()
-    assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -1,0 +1,68 @@
+import multiprocessing
+import os
+import signal
+import time
+
+import datasets
+import pytest
+import torch
+
+from .corpus import make_loader, numbered_texts
+
+
+@pytest.fixture
+def corpus(tmp_path) -> str:
+    datasets.Dataset.from_dict({"text": numbered_texts([5, 40, 1, 17] * 10)}).save_to_disk(tmp_path / "corpus")
+    return str(tmp_path / "corpus")
+
+
+def test_workers_leave_the_random_numbers_of_the_model_alone(corpus):
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    loader = make_loader(corpus, num_workers=1)
+    loader.next_step()
+    loader.close()
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_workers_ignore_termination_signals(corpus):
+    loader = make_loader(corpus, num_workers=2)
+    loader.next_step()
+    workers = multiprocessing.active_children()
+    assert len(workers) == 2
+    for worker in workers:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            os.kill(worker.pid, number)
+    time.sleep(0.2)
+    for _ in range(20):
+        loader.next_step()
+    assert all(worker.is_alive() for worker in workers)
+    loader.close()
+    assert not multiprocessing.active_children()
+
+
+def test_a_killed_worker_is_an_error_not_a_hang(corpus):
+    loader = make_loader(corpus, num_workers=2)
+    loader.next_step()
+    worker, _ = multiprocessing.active_children()
+    os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="worker"):
+        for _ in range(100):
+            loader.next_step()
+    loader.close()
+
+
+def test_more_workers_than_streams(corpus):
+    loader = make_loader(corpus, num_workers=5, num_streams=2)
+    loader.next_step()
+    assert len(multiprocessing.active_children()) == 2
+    loader.close()
+
+
+def test_workers_end_at_once(corpus):
+    loader = make_loader(corpus, num_workers=2)
+    loader.next_step()
+    started = time.perf_counter()
+    loader.close()
+    assert time.perf_counter() - started < 5 and not multiprocessing.active_children()
