@@ -98,7 +98,8 @@ def fused_linear_cross_entropy_loss(
 class _LinearCrossEntropy(torch.autograd.Function):
     """Computes gradients along with the loss: only one block's logits [rows, V] exist at a time, none is recomputed."""
 
-    BLOCK_ELEMENTS = 1 << 22  # logits a block: 16 MiB in float32
+    BLOCK_ELEMENTS = 1 << 22  # logits a block: 16 MiB in float32 stay near a CPU's caches
+    GPU_BLOCK_ELEMENTS = 1 << 26  # 256 MiB: each block reads and writes the whole weight gradient
 
     @staticmethod
     def forward(
@@ -111,7 +112,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         options: tuple,
     ) -> Tensor:
         dtype = compute_dtype(x)
-        block = max(1, _LinearCrossEntropy.BLOCK_ELEMENTS // weight.shape[0])
+        elements = _LinearCrossEntropy.GPU_BLOCK_ELEMENTS if x.is_cuda else _LinearCrossEntropy.BLOCK_ELEMENTS
+        block = max(1, elements // weight.shape[0])
         loss_sum = torch.zeros((), dtype=dtype, device=x.device)
         grad_x = torch.empty_like(x)
         grad_weight = torch.zeros_like(weight, dtype=dtype)
