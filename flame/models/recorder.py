@@ -28,12 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -41,6 +36,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 _OVERWRITING = frozenset(
     {"normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "exponential_", "flame::trunc_normal_"}
 )
+
+# Operations whose result's shape or Python value follows from the values of a tensor.
+_VALUE_TAGS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 
 # Tensors up to this many elements (256 KiB of float32) have memory during the recording.
 _MAX_REAL_NUMEL = 2**16
@@ -221,6 +219,8 @@ class Recorder(TorchDispatchMode):
         arguments = [self.name(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._read_scalar(arguments[0])
+        if _VALUE_TAGS & set(func.tags):
+            raise RecordError(f"the constructor takes {func} of a tensor that it has not computed yet")
         result = self._execute(func, args, kwargs, tensors, written)
         self._record(func, arguments, spec, written, result)
         return result
@@ -277,11 +277,8 @@ class Recorder(TorchDispatchMode):
             if len(written) != 1 or len(func._schema.returns) != 1:
                 raise RecordError(f"{func} writes to several tensors, some of them known by value")
             return written[0]  # its value is on the tape from now on; the real one is no longer looked at
-        try:
-            with self._fake_mode:
-                return func(*args, **kwargs)
-        except (DataDependentOutputException, DynamicOutputShapeException) as fault:
-            raise RecordError(f"{func} depends on the values of a tensor") from fault
+        with self._fake_mode:
+            return func(*args, **kwargs)
 
     def _record(self, func, arguments, spec, written: list[torch.Tensor], result) -> None:
         outputs = tree_flatten(result)[0]

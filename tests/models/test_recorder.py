@@ -101,9 +101,19 @@ def test_replay_equals_the_plain_run(shape):
     assert torch.equal(got, construct())
 
 
-def test_reading_a_random_value_is_refused():
-    with pytest.raises(RecordError, match="random"), recording():
-        torch.rand(3).sum().item()
+@pytest.mark.parametrize("shape", [(4, 4), LARGE])
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda draw: draw.sum().item(),
+        lambda draw: draw.nonzero(),
+        lambda draw: draw[draw > 0.5],
+        lambda draw: torch.equal(draw, draw),
+    ],
+)
+def test_reading_random_values_is_refused(shape, read):
+    with pytest.raises(RecordError, match="the constructor"), recording():
+        read(torch.rand(shape))
 
 
 def test_generators_come_back_as_they_were():
