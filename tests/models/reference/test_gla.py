@@ -80,9 +80,7 @@ def test_decoding_token_by_token_equals_the_whole_sequence():
     state, outputs = None, []
     for t in range(20):
         q, k, v, g = (rows[name][:, t : t + 1] for name in "qkvg")
-        o, state = fused_recurrent_gla(
-            q, k, v, gk=g, initial_state=state, output_final_state=True, state_v_first=True
-        )
+        o, state = fused_recurrent_gla(q, k, v, gk=g, initial_state=state, output_final_state=True, state_v_first=True)
         outputs.append(o)
     torch.testing.assert_close(torch.cat(outputs, dim=1), whole, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(state, final, rtol=1e-12, atol=1e-12)
