@@ -1,6 +1,6 @@
 """The typed job config: one dataclass per section, one docstring under each field, which is also its help text.
 
-A config is plain data. ``flame.cli`` fills it from the command line and a TOML file, ``flame.validate`` checks it,
+A config is plain data. ``flame.cli`` fills it from the command line and a TOML file, ``flame.cli.validate`` checks it,
 and the rest of flame only reads it.
 """
 

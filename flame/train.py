@@ -11,17 +11,17 @@ import time
 
 import torch
 
-from flame.build import build_run
-from flame.cli import parse_args
+from flame.cli.parse import parse_args
 from flame.config import JobConfig
 from flame.errors import EXIT_USER_ERROR, ConfigError, UserError
-from flame.finish import finish_run
-from flame.lr_scheduler import lr_factor
-from flame.optimizer import set_lr, step_unless
 from flame.parallel.clip import clip_gradients
 from flame.parallel.distributed import set_timeout, shutdown
-from flame.run import Run
-from flame.runtime import seed_step
+from flame.training.build import build_run
+from flame.training.finish import finish_run
+from flame.training.lr_scheduler import lr_factor
+from flame.training.optimizer import set_lr, step_unless
+from flame.training.run import Run
+from flame.training.runtime import seed_step
 
 logger = logging.getLogger("flame.train")  # not __name__, which is __main__ under python -m
 

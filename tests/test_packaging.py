@@ -7,7 +7,7 @@ import zipfile
 
 import pytest
 
-from flame.cli import parse_args
+from flame.cli.parse import parse_args
 from flame.paths import PACKAGE_ROOT
 
 ROOT = PACKAGE_ROOT.parent

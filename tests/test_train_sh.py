@@ -17,7 +17,7 @@ FAKE_PYTHON = """#!/bin/bash
 here="$(dirname "$0")"
 echo "$here: $*" >> "$CALLS"
 case "$1 $2" in
-    "-m flame.versions") [[ -e "$here/ready" ]] ;;
+    "-m flame.launch.versions") [[ -e "$here/ready" ]] ;;
     "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
     "-m pip") [[ -z "${BREAK_PIP:-}" ]] && touch "$here/ready" ;;
     "-m flame.launch" | "-m pytest") shift 2; printf '<%s>' "$@"; exit "${TRAINER_CODE:-0}" ;;
@@ -105,7 +105,7 @@ def test_tests_install_what_they_need(checkout, tmp_path):
     assert done.stdout == "<-k><a or b>"
     calls = (tmp_path / "calls").read_text()
     assert f"-e {checkout}[dev]\n" in calls
-    assert "-m flame.versions pytest hypothesis\n" in calls
+    assert "-m flame.launch.versions pytest hypothesis\n" in calls
 
 
 def test_without_python_it_says_so(checkout, tmp_path):

@@ -25,10 +25,10 @@ setup_env() {
     # Present while packages are being installed: an interrupted installation is not taken for a finished one.
     local unfinished="$venv/.unfinished"
     PYTHON="$(find_python)" || return
-    if "$PYTHON" -m flame.versions "${@:2}" 2>/dev/null; then
+    if "$PYTHON" -m flame.launch.versions "${@:2}" 2>/dev/null; then
         return
     fi
-    if [[ ! -e "$unfinished" ]] && "$venv/bin/python" -m flame.versions "${@:2}" 2>/dev/null; then
+    if [[ ! -e "$unfinished" ]] && "$venv/bin/python" -m flame.launch.versions "${@:2}" 2>/dev/null; then
         PYTHON="$venv/bin/python"
         return
     fi

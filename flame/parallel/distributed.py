@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from flame.config import Comm
 from flame.errors import UserError
 
-
 PREPARATION_TIMEOUT = timedelta(hours=24)  # downloading and converting a dataset on each node's first rank
 
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from flame import names
-from flame.cli import parse_args
+from flame.cli import names
+from flame.cli.parse import parse_args
+from flame.cli.validate import find_faults
 from flame.errors import ConfigError
 from flame.options import default_of, rule_of
-from flame.validate import find_faults
 
 JOB = ["--model.config", "org/model", "--training.dataset", "builtin:stdlib"]
 

@@ -13,18 +13,19 @@ import tempfile
 from importlib import import_module
 from pathlib import Path
 
-from flame import cli, exit_codes
+from flame.cli import parse as cli
 from flame.config import JobConfig
 from flame.errors import UserError
-from flame.layout import Layout, free_port, read_layout, threads_per_process
-from flame.versions import check_versions
+from flame.launch import exit_codes
+from flame.launch.layout import Layout, free_port, read_layout, threads_per_process
+from flame.launch.versions import check_versions
 
 DEMO = ["--job.config_file", "configs/debug.toml"]
 TRAINER = "flame.train"
 
 
 def main(argv: list[str], trainer: str = TRAINER) -> int:
-    """Run a job and return its exit code (``flame.exit_codes``).
+    """Run a job and return its exit code (``flame.launch.exit_codes``).
 
     ``trainer`` is the module whose ``main(argv)`` trains and returns the code.
     """
@@ -81,7 +82,9 @@ def run_with_torchrun(argv: list[str], config: JobConfig, layout: Layout, traine
     with tempfile.TemporaryDirectory(prefix="flame_") as exit_folder:
         log_folder = Path(config.job.dump_folder) / "logs"
         try:
-            torchrun.main([*torchrun_options(log_folder, layout), "-m", "flame.worker", exit_folder, trainer, *argv])
+            torchrun.main(
+                [*torchrun_options(log_folder, layout), "-m", "flame.launch.worker", exit_folder, trainer, *argv]
+            )
         except ChildFailedError as error:
             rank, failure = _first_failure(error.failures, Path(exit_folder))
             code = failure.exitcode if failure.exitcode > 0 else exit_codes.KILLED - failure.exitcode
@@ -141,7 +144,3 @@ def _report_failure(rank: int, local_rank: int, code: int, log_folder: Path, lay
 def entry() -> None:
     """The ``flame-train`` command."""
     sys.exit(main(sys.argv[1:]))
-
-
-if __name__ == "__main__":
-    entry()

@@ -6,7 +6,7 @@ import torch
 
 from flame.config import Profiling
 from flame.errors import UserError
-from flame.profiling import Profiler, check_profiling
+from flame.training.profiling import Profiler, check_profiling
 
 CPU = torch.device("cpu")
 

@@ -6,12 +6,12 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from flame import names
+from flame.cli import names
+from flame.cli.settings import Setting, Source
+from flame.cli.values import EXPECTED, from_toml, show, to_toml_value
 from flame.config import JobConfig
 from flame.options import iter_options
 from flame.paths import find_resource
-from flame.settings import Setting, Source
-from flame.values import EXPECTED, from_toml, show, to_toml_value
 
 
 def read_job_file(name: str) -> Source:

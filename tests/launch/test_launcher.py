@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from flame import exit_codes, launch
+from flame.launch import exit_codes
+from flame.launch import launcher as launch
 from flame.paths import PACKAGE_ROOT
 
 JOB = ["--model.config", "org/model", "--training.dataset", "builtin:stdlib"]
@@ -63,7 +64,7 @@ def job(folder, how):
 
 def start(folder, how, processes):
     """The launcher as ``train.sh`` starts it, with a stub in the trainer's place."""
-    code = "import sys; from flame import launch; sys.exit(launch.main(sys.argv[1:], trainer='stub_trainer'))"
+    code = "import sys; from flame.launch.launcher import main; sys.exit(main(sys.argv[1:], trainer='stub_trainer'))"
     return subprocess.Popen(
         [sys.executable, "-c", code, *job(folder, how)],
         env={**os.environ, "NGPU": str(processes)},
@@ -128,7 +129,6 @@ def test_a_wrong_job_starts_nothing(stub, capsys):
 def test_without_options_the_demo_runs(monkeypatch, capsys):
     started = []
     monkeypatch.setattr(launch, "run_here", lambda argv, *_: started.append(argv) or 0)
-    monkeypatch.setattr("flame.cli.find_faults", lambda config: [])
     monkeypatch.setenv("NGPU", "1")
     assert launch.main([]) == 0
     assert started == [["--job.config_file", "configs/debug.toml"]]

@@ -2,9 +2,9 @@
 
 import pytest
 
-from flame import layout
 from flame.errors import UserError
-from flame.layout import Layout, count_gpus, free_port, read_layout, threads_per_process
+from flame.launch import layout
+from flame.launch.layout import Layout, count_gpus, free_port, read_layout, threads_per_process
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ from transformers import PretrainedConfig
 
 from flame.checkpoint.artifacts import save_run_artifacts
 from flame.checkpoint.manager import CheckpointManager
+from flame.cli.job_file import to_toml
 from flame.config import JobConfig
 from flame.data.loader import build_dataloader
 from flame.data.loading import local_leader_first
 from flame.data.tokenize import load_tokenizer
-from flame.job_file import to_toml
 from flame.metrics.console import setup_logging
 from flame.metrics.env import write_env
 from flame.metrics.logger import MetricLogger
@@ -24,13 +24,13 @@ from flame.models import BuiltModel, build_model, find_blocks, init_weights, loa
 from flame.models.backend import check_supported, setup_backend
 from flame.models.flops import FlopCounter, num_parameters
 from flame.models.loss import attach_training_forward, check_varlen_support, is_fla_model
-from flame.optimizer import build_optimizer
 from flame.parallel.distributed import Distributed, init_distributed
 from flame.parallel.fsdp import shard_model
-from flame.profiling import Profiler, check_profiling
-from flame.restore import restore
-from flame.run import Run
-from flame.runtime import GarbageCollector, has_fast_bfloat16, set_determinism
+from flame.training.optimizer import build_optimizer
+from flame.training.profiling import Profiler, check_profiling
+from flame.training.restore import restore
+from flame.training.run import Run
+from flame.training.runtime import GarbageCollector, has_fast_bfloat16, set_determinism
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Process-wide settings of a training process: seeds, determinism, precision of float32 products, garbage collection."""
+"""Process-wide settings of a training process: seeds, determinism, garbage collection, what the device is fast at."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class GarbageCollector:
 
     def __init__(self, every: int):
         """Args:
-            every: steps between collections.
+        every: steps between collections.
         """
         self.every = every
         gc.disable()

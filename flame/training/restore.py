@@ -61,9 +61,7 @@ def _resume(
     return state
 
 
-def _start_from(
-    section: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[int, dict[str, Any]]:
+def _start_from(section: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, dict[str, Any]]:
     """Begin at step 0 with other weights, and with the optimizer's state too when asked for.
 
     The data starts anew: this is how a run is annealed on new data.

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from flame.checkpoint.to_hf import convert_dcp_to_hf
 from flame.errors import UserError
 from flame.metrics.report import write_report
-from flame.run import Run
+from flame.training.run import Run
 
 logger = logging.getLogger(__name__)
 

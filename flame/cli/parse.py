@@ -9,14 +9,14 @@ from __future__ import annotations
 import signal
 import sys
 
-from flame import names
+from flame.cli import names
+from flame.cli.job_file import read_job_file, to_toml
+from flame.cli.settings import Setting, Source, apply
+from flame.cli.usage import format_help
+from flame.cli.validate import find_faults
+from flame.cli.values import EXPECTED, from_text, show
 from flame.config import JobConfig, resolve_defaults
 from flame.errors import EXIT_USER_ERROR, ConfigError
-from flame.job_file import read_job_file, to_toml
-from flame.settings import Setting, Source, apply
-from flame.usage import format_help
-from flame.validate import find_faults
-from flame.values import EXPECTED, from_text, show
 
 __all__ = ["main", "parse_args", "to_toml", "wants_help"]
 
@@ -133,7 +133,3 @@ def main(argv: list[str]) -> int:
     if not quiet:
         print(to_toml(config))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -4,10 +4,10 @@ import tomllib
 
 import pytest
 
-from flame import versions
 from flame.errors import UserError
+from flame.launch import versions
+from flame.launch.versions import REQUIRED, check_versions, main, parse
 from flame.paths import PACKAGE_ROOT
-from flame.versions import REQUIRED, check_versions, main, parse
 
 PYPROJECT = PACKAGE_ROOT.parent / "pyproject.toml"
 

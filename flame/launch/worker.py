@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from flame import exit_codes
+from flame.launch import exit_codes
 
 
 def main(exit_folder: str, trainer: str, *argv: str) -> int:

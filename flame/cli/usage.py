@@ -9,9 +9,9 @@ import textwrap
 from functools import cache
 
 import flame.config
-from flame import names
+from flame.cli import names
+from flame.cli.values import EXPECTED, show
 from flame.options import ALIASES, default_of, rule_of
-from flame.values import EXPECTED, show
 
 INTRODUCTION = """\
 usage: bash train.sh [--section.name value] ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flame.config import JobConfig, LRScheduler, resolve_defaults
-from flame.lr_scheduler import lr_factor
+from flame.training.lr_scheduler import lr_factor
 
 
 def rates(num_steps: int, **options) -> list[float]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from flame import names
+from flame.cli import names
+from flame.cli.values import show
 from flame.config import JobConfig
 from flame.options import ALIASES
-from flame.values import show
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from flame.config import Optimizer
-from flame.optimizer import build_optimizer, set_lr, step_unless
+from flame.training.optimizer import build_optimizer, set_lr, step_unless
 
 BAD, GOOD = torch.tensor(1.0), torch.tensor(0.0)
 

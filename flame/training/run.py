@@ -24,9 +24,9 @@ from flame.metrics.logger import MetricLogger
 from flame.metrics.meter import StepMeter
 from flame.models.flops import FlopCounter
 from flame.parallel.distributed import Distributed
-from flame.profiling import Profiler
-from flame.restore import hyperparameters
-from flame.runtime import GarbageCollector, seconds_since_start
+from flame.training.profiling import Profiler
+from flame.training.restore import hyperparameters
+from flame.training.runtime import GarbageCollector, seconds_since_start
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class Run:
             UserError: ``training.max_consecutive_skips`` steps in a row had no finite gradient.
         """
         row: dict[str, Any] = {"step": self.step} | self.meter.collect() | {"lr": lr, "epochs": self.data.epochs()}
-        row["skipped_rows"] = self.data.num_skipped_rows
+        row["skipped_rows"] = int(self.dist.sum(torch.tensor(self.data.num_skipped_rows)))
         if self._data_hash is not None:
             row["data_hash"] = self._data_hash
         self.metrics.log(row)
@@ -119,8 +119,9 @@ class Run:
         if self.meter.consecutive_skips >= limit:
             raise UserError(
                 f"{self.meter.consecutive_skips} steps in a row had no finite gradient "
-                f"(training.max_consecutive_skips = {limit}); the last checkpoint is {self._describe_last_checkpoint()}; "
-                "resume from an earlier step with another seed, a lower optimizer.lr or more warm-up"
+                f"(training.max_consecutive_skips = {limit}); the last checkpoint is "
+                f"{self._describe_last_checkpoint()}; resume from an earlier step with another seed, a lower "
+                "optimizer.lr or more warm-up"
             )
 
     def _describe_last_checkpoint(self) -> str:
@@ -150,9 +151,7 @@ class Run:
         self.metrics.sync()
         started = time.monotonic()
         with self.meter.paused():
-            self.checkpoints.save(
-                self.step, tensors, self._train_state(data_state), weights_only, section.export_dtype
-            )
+            self.checkpoints.save(self.step, tensors, self._train_state(data_state), weights_only, section.export_dtype)
         self.saved_step, self._saved_at = self.step, time.monotonic()
         logger.info("checkpoint of step %d saved in %.1f s", self.step, self._saved_at - started)
 

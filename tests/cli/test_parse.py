@@ -9,8 +9,7 @@ import time
 
 import pytest
 
-from flame import names
-from flame.cli import main, parse_args, to_toml
+from flame.cli.parse import main, names, parse_args, to_toml
 from flame.config import resolve_defaults
 from flame.errors import ConfigError
 from flame.options import ALIASES

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from flame import names
+from flame.cli import names
+from flame.cli.values import show
 from flame.config import JobConfig
 from flame.options import default_of, rule_of
 from flame.paths import find_resource
-from flame.values import show
 
 Fault = tuple[str, str]
 """The option that a fault is about, and the line that says so."""

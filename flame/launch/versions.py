@@ -1,6 +1,6 @@
 """The versions that flame works with, checked before anything slow is imported.
 
-``python -m flame.versions [module ...]`` exits with 0 when this Python has all of them, and the named modules too.
+``python -m flame.launch.versions [module ...]`` exits with 0 when this Python has all of them and the named modules.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ REQUIRED: dict[str, tuple[Version, Version | None]] = {
     "tokenizers": ((0,), None),
     "safetensors": ((0,), None),
     "torchao": ((0,), None),
-    "tensorboard": ((0,), None),
-    "wandb": ((0,), None),
     "rich": ((0,), None),
     "numpy": ((0,), None),
 }
-"""Distributions with the lowest version that works and the first one that does not; pyproject.toml says the same."""
+"""Distributions with the lowest version that works and the first one that does not; pyproject.toml says the same.
+
+TensorBoard and W&B are missed only by a job that turns them on.
+"""
 
 INSTALL = f"{sys.executable} -m pip install -c constraints.txt -e ."
 
