@@ -275,7 +275,7 @@ class Checkpoint:
     export_hf: bool = option(True)
     """Write the model in Hugging Face format to the run folder when the run ends."""
     create_seed_checkpoint: bool = option(False)
-    """Save the initial weights as step 0, and stop. Takes one process (NGPU=1)."""
+    """Save the initial weights as step 0, and stop. They are the same for any number of processes."""
     async_mode: str = option(
         "disabled", choices=("disabled", "async", "async_with_pinned_mem"), not_yet="set it to disabled"
     )
@@ -287,7 +287,8 @@ class Checkpoint:
     initial_load_path: str = option("")
     """Start a new run from these weights: a Hugging Face folder, or a checkpoint (step-N) of another run."""
     initial_load_model_weights_only: bool = option(True)
-    """From initial_load_path take the weights alone; off: the optimizer's state and the step too."""
+    """From initial_load_path take the weights alone; off: the optimizer's state too, where there is one. Steps and data
+    start anew either way."""
     exclude_from_loading: list[str] = option([])
     """Parts of a checkpoint to leave as they are when loading, such as optimizer, lr_scheduler, dataloader."""
     preempt_timeout_seconds: int = option(30, minimum=1)

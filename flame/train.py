@@ -13,7 +13,8 @@ import torch
 
 from flame.cli.parse import parse_args
 from flame.config import JobConfig
-from flame.errors import EXIT_USER_ERROR, ConfigError, UserError
+from flame.errors import ConfigError, UserError
+from flame.launch import exit_codes
 from flame.parallel.clip import clip_gradients
 from flame.parallel.distributed import set_timeout, shutdown
 from flame.training.build import build_run
@@ -30,36 +31,35 @@ def main(argv: list[str] | None = None) -> int:
     """Train as the arguments say.
 
     Returns:
-        Exit code: 0 the run is complete, 2 the user must change something (the message on stderr says what).
+        Exit code, one of ``flame.launch.exit_codes``.
     """
     try:
-        train(parse_args(sys.argv[1:] if argv is None else argv))
+        return train(parse_args(sys.argv[1:] if argv is None else argv))
     except ConfigError as error:
         print(error, file=sys.stderr)
-        return EXIT_USER_ERROR
     except UserError as error:
         logger.error("%s", error)
-        return EXIT_USER_ERROR
     finally:
         shutdown()
-    return 0
+    return exit_codes.USER_ERROR
 
 
-def train(config: JobConfig) -> None:
-    """Run a whole job: build, restore, train, export."""
+def train(config: JobConfig) -> int:
+    """Run a whole job: build, restore, train, export. Returns its exit code."""
     with build_run(config) as run:
         if config.checkpoint.create_seed_checkpoint:
             run.save()
-            return
+            return exit_codes.OK
         if run.step >= config.training.steps:
             logger.info("already finished: step %d of %d; nothing left to train", run.step, config.training.steps)
-        else:
-            train_loop(run)
+        elif not train_loop(run):
+            return exit_codes.PREEMPTED
         finish_run(run)
+    return exit_codes.OK
 
 
-def train_loop(run: Run) -> None:
-    """Train from the run's current step to its last."""
+def train_loop(run: Run) -> bool:
+    """Train from the run's current step to its last; False when the run was asked to stop before."""
     training = run.config.training
     while run.step < training.steps:
         waited_from = time.perf_counter()
@@ -83,8 +83,14 @@ def train_loop(run: Run) -> None:
         if run.should_save():
             run.save()
         run.end_step()
+        if run.step < training.steps and run.stop_request.agreed():
+            if run.step != run.saved_step:
+                run.save()
+            logger.info("stopped after step %d of %d; the same command goes on from here", run.step, training.steps)
+            return False
     if run.step != run.saved_step:
         run.save(last=True)
+    return True
 
 
 def train_step(run: Run, batches: list, data_time: float) -> None:

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import sys
+from pathlib import Path
 
 from flame.metrics.quiet import silence_known_noise
 
@@ -43,6 +44,18 @@ def setup_logging(rank: int = 0, local_rank: int = 0, *, color: bool = True) -> 
     logger.setLevel(logging.INFO if local_rank in log_ranks else logging.WARNING)
     logger.propagate = False
     silence_known_noise()
+
+
+def log_to_file(path: Path) -> None:
+    """Append what the console shows to a file too."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    logger = logging.getLogger(LOGGER_NAME)
+    for old in [old for old in logger.handlers if isinstance(old, logging.FileHandler)]:
+        logger.removeHandler(old)
+        old.close()
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(ConsoleFormatter())
+    logger.addHandler(handler)
 
 
 class ConsoleFormatter(logging.Formatter):

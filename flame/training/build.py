@@ -16,7 +16,7 @@ from flame.config import JobConfig
 from flame.data.loader import build_dataloader
 from flame.data.loading import local_leader_first
 from flame.data.tokenize import load_tokenizer
-from flame.metrics.console import setup_logging
+from flame.metrics.console import log_to_file, setup_logging
 from flame.metrics.env import write_env
 from flame.metrics.logger import MetricLogger
 from flame.metrics.meter import StepMeter
@@ -27,6 +27,7 @@ from flame.models.loss import attach_training_forward, check_varlen_support, is_
 from flame.parallel.distributed import Distributed, init_distributed
 from flame.parallel.fsdp import shard_model
 from flame.training.optimizer import build_optimizer
+from flame.training.preemption import StopRequest
 from flame.training.profiling import Profiler, check_profiling
 from flame.training.restore import restore
 from flame.training.run import Run
@@ -43,8 +44,12 @@ def build_run(config: JobConfig) -> Run:
     """
     dist = init_distributed(config.comm, config.job.dump_folder)
     setup_logging(dist.rank, dist.local_rank, color=not config.metrics.disable_color_printing)
+    if dist.world_size == 1:  # torchrun keeps the output of several ranks
+        log_to_file(Path(config.job.dump_folder) / "logs" / "train.log")
     set_determinism(config.training.deterministic)
     check_profiling(config.profiling, dist.device)
+    checkpoints = build_checkpoints(config)
+    resume_step = None if checkpoints is None else checkpoints.find_step(config.checkpoint.load_step)
 
     tokenizer = load_tokenizer(config.model.tokenizer_path, config.model.trust_remote_code)
     backend = setup_backend(
@@ -59,14 +64,14 @@ def build_run(config: JobConfig) -> Run:
     data = build_dataloader(config, tokenizer, dist.rank, dist.world_size, prepare, dist.gather)
     built = build_model(model_config, config.model.trust_remote_code)
     if dist.is_main:
-        write_run_folder(config, model_config, tokenizer, dist.world_size)
         describe_job(config, built, backend, dist)
 
     flops = FlopCounter(built.model)
     model = shard_and_initialise(config, built, dist)
     optimizer = build_optimizer(model, config.optimizer, built.no_decay)
-    checkpoints = build_checkpoints(config)
-    step, state = restore(config, model, optimizer, data, checkpoints)
+    step, state = restore(config, resume_step, model, optimizer, data, checkpoints)
+    if dist.is_main:  # only now: a job that does not fit the folder's checkpoints must not overwrite what explains them
+        write_run_folder(config, model_config, tokenizer, dist.world_size)
 
     return Run(
         config=config,
@@ -82,6 +87,7 @@ def build_run(config: JobConfig) -> Run:
         meter=StepMeter(dist.device, dist.world_size, **state.get("meter", {})),
         profiler=Profiler(config.profiling, config.job.dump_folder, dist.device, dist.rank, last_step=step),
         gc=GarbageCollector(config.training.gc_freq),
+        stop_request=StopRequest(dist.max),
         step=step,
         saved_step=step if state else -1,
     )

@@ -6,6 +6,7 @@ import logging
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from flame.checkpoint.to_hf import convert_dcp_to_hf
 from flame.errors import UserError
@@ -39,6 +40,7 @@ def export(run: Run) -> None:
 def sample(run: Run) -> str:
     """Reload the exported folder and continue ``job.sample_prompt``, most likely token first."""
     job = run.config.job
+    disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(run.dump_folder)
     model = AutoModelForCausalLM.from_pretrained(run.dump_folder).to(run.dist.device).eval()
     input_ids = tokenizer(job.sample_prompt, return_tensors="pt").input_ids.to(run.dist.device)  # [1, T]

@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 def restore(
     config: JobConfig,
+    step: int | None,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     data: DataLoader,
@@ -28,11 +29,13 @@ def restore(
 
     A checkpoint of the run itself goes before ``checkpoint.initial_load_path``, so that a restarted job resumes.
 
+    Args:
+        step: the step to resume from, None where the run has no checkpoint.
+
     Returns:
         The steps done, and the checkpoint's train state (empty for a new run).
     """
     section = config.checkpoint
-    step = checkpoints.find_step(section.load_step) if checkpoints is not None else None
     if step is not None:
         state = _resume(section, step, model, optimizer, checkpoints)
     elif section.initial_load_path:

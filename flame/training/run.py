@@ -24,6 +24,7 @@ from flame.metrics.logger import MetricLogger
 from flame.metrics.meter import StepMeter
 from flame.models.flops import FlopCounter
 from flame.parallel.distributed import Distributed
+from flame.training.preemption import StopRequest
 from flame.training.profiling import Profiler
 from flame.training.restore import hyperparameters
 from flame.training.runtime import GarbageCollector, seconds_since_start
@@ -54,6 +55,7 @@ class Run:
     meter: StepMeter
     profiler: Profiler
     gc: GarbageCollector
+    stop_request: StopRequest
     step: int = 0
     saved_step: int = -1
     parameters: list[nn.Parameter] = field(init=False)
@@ -82,12 +84,10 @@ class Run:
         return self.step % self.config.metrics.log_freq == 0 or self.is_first_step or self.step == last
 
     def next_batches(self) -> list[Batch] | None:
-        """This rank's micro-batches of the next step, or None when ``training.max_epochs`` is over for any rank."""
+        """This rank's micro-batches of the next step, or None on all ranks when ``training.max_epochs`` is over."""
         try:
             batches = self.data.next_step()
         except StopIteration:
-            batches = None
-        if self.config.training.max_epochs and not all(self.dist.gather(batches is not None)):
             return None
         if self.config.training.log_data_hash:
             self._data_hash = self._hash_data(batches)
@@ -172,10 +172,12 @@ class Run:
 
     def __enter__(self) -> Run:
         self.profiler.__enter__()
+        self.stop_request.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
         """Stop workers and writers."""
+        self.stop_request.__exit__(*exception)
         self.profiler.__exit__(*exception)
         self.data.close()
         self.metrics.close()
