@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from importlib import import_module
 from pathlib import Path
 
@@ -29,6 +30,7 @@ def main(argv: list[str], trainer: str = TRAINER) -> int:
 
     ``trainer`` is the module whose ``main(argv)`` trains and returns the code.
     """
+    os.environ.setdefault("FLAME_START_TIME", str(time.time()))
     if cli.wants_help(argv):
         return cli.main(argv)
     if not argv:
