@@ -196,7 +196,7 @@ class Training:
     """With tensor parallelism, compute the loss on whole logits instead of split ones."""
     fsdp_reshard_after_forward: str = option("default", choices=("default", "always", "never"))
     """Free a block's gathered parameters after its forward pass: always (less memory), never (less communication).
-    default: always, except with pipeline parallelism."""
+    default: always on several devices; on one, where nothing is gathered, never."""
     mixed_precision_param: str = option("auto", choices=("auto", "bfloat16", "float32"))
     """Data type of the computation; master weights are float32. auto: bfloat16, and float32 on a CPU without
     bfloat16 matrix instructions, where bfloat16 is several times slower."""

@@ -100,9 +100,9 @@ def train_step(run: Run, batches: list, data_time: float) -> None:
     share is scaled by the number of ranks, because FSDP averages gradients over them.
     """
     dist = run.dist
-    num_valid = torch.tensor(float(sum(batch.num_valid for batch in batches)), device=dist.device)
-    num_local = num_valid.clone()
-    num_valid = dist.sum(num_valid).clamp_(min=1.0)
+    # torch.full, not torch.tensor: filling on the device does not make the host wait, copying to it does.
+    num_local = torch.full((), float(sum(batch.num_valid for batch in batches)), device=dist.device)
+    num_valid = dist.sum(num_local.clone()).clamp_(min=1.0)
 
     loss_sum = torch.zeros((), device=dist.device)
     for batch in batches:

@@ -18,7 +18,7 @@ from flame.cli import parse as cli
 from flame.config import JobConfig
 from flame.errors import UserError
 from flame.launch import exit_codes
-from flame.launch.layout import Layout, free_port, read_layout, threads_per_process
+from flame.launch.layout import Layout, check_degrees, free_port, read_layout, threads_per_process
 from flame.launch.versions import check_versions
 
 DEMO = ["--job.config_file", "configs/debug.toml"]
@@ -40,7 +40,7 @@ def main(argv: list[str], trainer: str = TRAINER) -> int:
         config = cli.parse_args(argv)
         check_versions()
         layout = read_layout(os.environ)
-        _check_layout(config, layout)
+        check_degrees(config, layout.world_size)
     except UserError as error:
         print(error, file=sys.stderr)
         return exit_codes.USER_ERROR
@@ -110,15 +110,6 @@ def torchrun_options(log_folder: Path, layout: Layout) -> list[str]:
         "--tee=3",
         f"--local-ranks-filter={layout.shown_ranks}",
     ]
-
-
-def _check_layout(config: JobConfig, layout: Layout) -> None:
-    degree = config.training.data_parallel_shard_degree
-    if degree not in (-1, layout.world_size):
-        raise UserError(
-            f"--training.data_parallel_shard_degree = {degree}: this version shards over all processes; "
-            f"there are {layout.world_size} (NNODE * NGPU): set it to -1 or {layout.world_size}"
-        )
 
 
 def _first_failure(failures: dict, exit_folder: Path) -> tuple:

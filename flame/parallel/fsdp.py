@@ -33,12 +33,12 @@ def shard_model(
         param_dtype: dtype of the compute copies, a key of ``DTYPES``.
         reduce_dtype: dtype of the gradient reduction.
         reshard_after_forward: ``always`` frees a block's gathered weights after its forward; ``never`` keeps them for
-            the backward; ``default`` is ``always``.
+            the backward; ``default`` is ``always`` on several ranks.
     """
     precision = MixedPrecisionPolicy(param_dtype=DTYPES[param_dtype], reduce_dtype=DTYPES[reduce_dtype])
     # With one rank there is nothing to give back: the "gathered" weights are a cast copy, and freeing it would only
     # cost a second cast in the backward.
-    reshard = reshard_after_forward != "never" and mesh.size() > 1
+    reshard = mesh.size() > 1 if reshard_after_forward == "default" else reshard_after_forward == "always"
     for _, block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
     # The root holds embedding, final norm and head, which the backward needs first: keep them gathered.

@@ -16,6 +16,7 @@ from flame.config import JobConfig
 from flame.data.loader import build_dataloader
 from flame.data.loading import local_leader_first
 from flame.data.tokenize import load_tokenizer
+from flame.launch.layout import check_degrees
 from flame.metrics.console import log_to_file, setup_logging
 from flame.metrics.env import write_env
 from flame.metrics.logger import MetricLogger
@@ -47,6 +48,7 @@ def build_run(config: JobConfig) -> Run:
     if dist.world_size == 1:  # torchrun keeps the output of several ranks
         log_to_file(Path(config.job.dump_folder) / "logs" / "train.log")
     set_determinism(config.training.deterministic)
+    check_degrees(config, dist.world_size)
     check_profiling(config.profiling, dist.device)
     checkpoints = build_checkpoints(config)
     resume_step = None if checkpoints is None else checkpoints.find_step(config.checkpoint.load_step)
