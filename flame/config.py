@@ -57,7 +57,7 @@ class Model:
     attention_backend: str = option("auto", choices=("auto", "varlen", "sdpa", "flex", "flash"))
     """What computes softmax attention. auto: the fastest that is installed and right for the device."""
     trust_remote_code: bool = option(False)
-    """Allow Python code that comes with a hub model, tokenizer or dataset to run on this machine."""
+    """Allow Python code that comes with a model or tokenizer to run on this machine."""
     custom_models: list[str] = option([], not_yet="register the model in a Python package that transformers can import")
     """Packages with a user's own architectures, imported before the model config is read."""
 
@@ -142,7 +142,7 @@ class Training:
     """Steps left out in a row by skip_nan_inf after which the run stops."""
     dataset: list[str] = option([])
     """Training data: a hub name, a folder or file (parquet, jsonl, json, csv, txt, arrow), a save_to_disk folder, or
-    builtin:stdlib, the text of Python's own library. Comma-separated for several."""
+    builtin:stdlib, the text of Python's own library. Several, comma-separated, are not available in this version."""
     dataset_name: list[str] = option([])
     """Name of the dataset's config, one for each dataset."""
     dataset_split: list[str] = option(["train"])
@@ -152,7 +152,7 @@ class Training:
     data_files: list[str] = option([])
     """Files or globs inside the dataset to read; with several datasets, one for each."""
     data_probs: list[float] = option([], minimum=0, maximum=1)
-    """Share of the documents that comes from each dataset; the shares sum to 1."""
+    """Share of the documents that comes from each dataset; the shares sum to 1, which is that of a single one."""
     streaming: bool = option(False, not_yet="leave it out: the dataset is then prepared once, on disk")
     """Read the dataset while it downloads instead of preparing it on disk first."""
     text_column: str = option("")
@@ -162,7 +162,7 @@ class Training:
     add_eos: str = option("auto", choices=("auto", "true", "false"))
     """End each document with the EOS token. auto: when the tokenizer itself does, or adds neither BOS nor EOS."""
     shuffle: str = option(
-        "global", choices=("global", "block", "none"), refused={"block": "not available in this version; use global"}
+        "global", choices=("global", "none"), refused={"block": "not available in this version; use global"}
     )
     """Order of the documents in an epoch: a new random one, or the one in which they are stored."""
     max_epochs: int = option(0, minimum=0)
@@ -261,7 +261,8 @@ class Checkpoint:
     """Saving, resuming, starting from other weights, exporting"""
 
     enable_checkpoint: bool = option(True)
-    """Save checkpoints, and resume from those in the run folder."""
+    """Save checkpoints, and resume from those in the run folder. On by default: a run without them can neither go on
+    after a stop nor be exported."""
     folder: str = option("checkpoint")
     """Folder for the checkpoints, inside the run folder."""
     interval_type: str = option("steps", choices=("steps", "step", "seconds"))

@@ -1,4 +1,4 @@
-"""Train a language model: ``python -m flame.train --job.config_file …``, or ``bash train.sh …``.
+"""Train a language model, as one process of those that ``bash train.sh …`` (``flame.launch``) or torchrun starts.
 
 Reads top to bottom: build the run, restore it, loop over steps, finish. One step is ``train_step``.
 """
@@ -13,6 +13,7 @@ import torch
 
 from flame.cli.parse import parse_args
 from flame.config import JobConfig
+from flame.data.batch import Batch
 from flame.errors import ConfigError, UserError
 from flame.launch import exit_codes
 from flame.parallel.clip import clip_gradients
@@ -93,7 +94,7 @@ def train_loop(run: Run) -> bool:
     return True
 
 
-def train_step(run: Run, batches: list, data_time: float) -> None:
+def train_step(run: Run, batches: list[Batch], data_time: float) -> None:
     """One update: forward and backward over the micro-batches, clip, step.
 
     The loss is the sum over the global batch's valid targets divided by their number, whatever the layout: each rank's

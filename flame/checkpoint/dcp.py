@@ -167,6 +167,7 @@ class LoadPlanner(DefaultLoadPlanner):
 def local_chunks(tensor: torch.Tensor) -> list[ChunkStorageMetadata]:
     """The part (offsets and sizes) of a global tensor that this rank holds; none for a rank outside its mesh."""
     if isinstance(tensor, DTensor):
+        # The protocol by which DCP itself asks a DTensor for its parts (torch 2.11 to 2.13).
         inside = tensor.device_mesh.get_coordinate() is not None
         return tensor.__create_chunk_list__() if inside else []
     return [ChunkStorageMetadata(offsets=torch.Size([0] * tensor.ndim), sizes=tensor.size())]

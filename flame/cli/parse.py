@@ -117,7 +117,10 @@ def _read_flag(source: Source, flag: str, name: str, negated: bool, words: list[
 
 
 def main(argv: list[str]) -> int:
-    """Print the help, or check a job (``--check``) and print its resolved options; the exit code is returned."""
+    """Print the help, or check a job and print its resolved options, or nothing with ``--check``.
+
+    Returns the exit code: 0, or 2 with the job's faults on stderr.
+    """
     if wants_help(argv):
         # `-h | head` closes the pipe early, which is no error.
         if hasattr(signal, "SIGPIPE"):

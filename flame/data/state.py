@@ -26,13 +26,6 @@ class StreamState:
     offset: int = 0
     skipped: int = 0
 
-    def finish_document(self, source: int, skipped: bool) -> None:
-        """Step to the start of the next document."""
-        self.cursors[source] += 1
-        self.draws += 1
-        self.offset = 0
-        self.skipped += skipped
-
     def to_list(self) -> list[int]:
         """The state as plain integers: offset, draws, skipped, then one cursor per source."""
         return [self.offset, self.draws, self.skipped, *self.cursors]

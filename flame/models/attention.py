@@ -167,7 +167,8 @@ def _grouped_sdpa(
     """One dense call per group of documents whose lengths round up to the same power of two.
 
     Documents are padded at their ends, which a causal query never sees. Without causality, or with more keys than
-    queries, only documents of equal lengths share a group, so that there is no padding.
+    queries, only documents of equal lengths share a group, so that there is no padding. `longest_q` and `longest_k`
+    are not needed: they stand here because the three packed forms have one signature.
     """
     bounds_q, bounds_k = (x.to("cpu", torch.int64) for x in (cu_seqlens_q, cu_seqlens_k))
     lengths_q, lengths_k = bounds_q.diff(), bounds_k.diff()

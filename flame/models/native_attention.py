@@ -44,6 +44,7 @@ def use_native_attention(model: nn.Module) -> None:
 
     if NAME not in AttentionInterface().valid_keys():
         return  # setup_backend was not called
+    # transformers 5 has a setter for these two but no public way to read them.
     if model.config._attn_implementation == "sdpa" and model._supports_flash_attn:
         model.set_attn_implementation(NAME)
 

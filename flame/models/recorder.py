@@ -7,11 +7,12 @@ is written to a :class:`Tape`. A tape can then be replayed for one storage at a 
 Small tensors whose values follow from constants alone (rotary frequencies, decay ramps filled in element by element)
 are computed at once and kept as values: constructors loop over them, and reading such a value back is allowed.
 
-Private interfaces used here, and nowhere else in flame (torch 2.11 to 2.13):
+Private interfaces used here (torch 2.11 to 2.13):
 
 - ``torch._subclasses.fake_tensor``: tensors without memory that still report a real device. Plain meta tensors do not
   serve, since model classes test for ``device.type == "meta"`` and then skip their initialisation.
 - ``torch.utils._python_dispatch.TorchDispatchMode``: the documented extension point, in spite of the module's name.
+- ``torch.utils._pytree``: flattens nested arguments; there is no public counterpart. ``flame.models.init`` uses it too.
 - ``OpOverload._schema``: which arguments an operation writes to. There is no public accessor.
 - ``torch.nn.init._no_grad_trunc_normal_``: draws again what falls outside the bounds (since torch 2.13), so it looks at
   random values; it is replaced during a recording by one operation that does all of this.

@@ -45,12 +45,12 @@ class Distributed:
         return self.local_rank == 0
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """Sum a tensor over all ranks, in place, without waiting for the host."""
+        """Sum a tensor over all ranks, in place; on a GPU the host does not wait for it."""
         dist.all_reduce(value, op=dist.ReduceOp.SUM)
         return value
 
     def max(self, value: torch.Tensor) -> torch.Tensor:
-        """Maximum of a tensor over all ranks, in place, without waiting for the host."""
+        """Maximum of a tensor over all ranks, in place; on a GPU the host does not wait for it."""
         dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return value
 
@@ -65,10 +65,6 @@ class Distributed:
         box = [value]
         dist.broadcast_object_list(box, src=0)
         return box[0]
-
-    def barrier(self) -> None:
-        """Wait for every rank."""
-        dist.barrier()
 
     def long_barrier(self) -> None:
         """Wait for every rank for as long as a download may take, whatever the time-out of other collectives."""

@@ -38,7 +38,7 @@ def export(run: Run) -> None:
 
 @torch.no_grad()
 def sample(run: Run) -> str:
-    """Reload the exported folder and continue ``job.sample_prompt``, most likely token first."""
+    """Reload the exported folder and continue ``job.sample_prompt``, each token drawn from the 40 likeliest."""
     job = run.config.job
     disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(run.dump_folder)

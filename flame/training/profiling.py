@@ -58,7 +58,7 @@ class Profiler:
             self._parts.append(TraceProfiler(folder, profiling.profile_freq, device, rank, last_step))
         if profiling.enable_memory_snapshot:
             folder = dump_folder / profiling.save_memory_snapshot_folder
-            self._parts.append(MemorySnapshots(folder, profiling.profile_freq, device, rank, last_step))
+            self._parts.append(MemorySnapshots(folder, profiling.profile_freq, rank, last_step))
         self._stack = ExitStack()
 
     def __enter__(self) -> Profiler:
@@ -114,7 +114,7 @@ class MemorySnapshots:
     https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
     """
 
-    def __init__(self, folder: Path, every: int, device: torch.device, rank: int = 0, last_step: int = 0):
+    def __init__(self, folder: Path, every: int, rank: int = 0, last_step: int = 0):
         self.folder, self.every, self.rank, self._step = folder, every, rank, last_step
 
     def __enter__(self) -> MemorySnapshots:

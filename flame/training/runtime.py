@@ -14,8 +14,8 @@ _IMPORTED_AT = time.time()
 def set_determinism(deterministic: bool) -> None:
     """Choose between fast and repeatable kernels.
 
-    Deterministic runs refuse kernels that are known to vary from run to run; cuBLAS needs its workspace fixed before
-    the first product (https://docs.nvidia.com/cuda/cublas/#results-reproducibility).
+    Deterministic runs take kernels that do not vary from run to run, and warn where torch has none; cuBLAS needs its
+    workspace fixed before the first product (https://docs.nvidia.com/cuda/cublas/#results-reproducibility).
     """
     if not deterministic:
         return
@@ -37,12 +37,13 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 
 
 class GarbageCollector:
-    """Collects at fixed steps, on all ranks alike, instead of whenever one rank happens to reach a threshold."""
+    """Collects at fixed steps, on all ranks alike, instead of whenever one rank happens to reach a threshold.
+
+    Args:
+        every: steps between collections.
+    """
 
     def __init__(self, every: int):
-        """Args:
-        every: steps between collections.
-        """
         self.every = every
         gc.disable()
         gc.collect()
