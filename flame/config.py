@@ -58,7 +58,7 @@ class Model:
     """What computes softmax attention. auto: the fastest that is installed and right for the device."""
     trust_remote_code: bool = option(False)
     """Allow Python code that comes with a model or tokenizer to run on this machine."""
-    custom_models: list[str] = option([], not_yet="register the model in a Python package that transformers can import")
+    custom_models: list[str] = option([], not_yet=LEAVE_OFF)
     """Packages with a user's own architectures, imported before the model config is read."""
 
 
@@ -183,7 +183,8 @@ class Training:
     pin_memory: bool = option(False)
     """Put batches into page-locked memory, from which the copy to a GPU is faster."""
     persistent_workers: bool = option(False)
-    """Keep the workers alive from one pass over the data to the next."""
+    """Keep the workers alive from one pass over the data to the next. They always stay, since
+    passes follow each other without a break."""
     data_parallel_replicate_degree: int = option(1, minimum=1, not_yet="set it to 1")
     """Copies of the model, each sharded over data_parallel_shard_degree devices."""
     data_parallel_shard_degree: int = option(-1, minimum=-1, refused={0: "set it to -1 or at least 1"})
@@ -209,7 +210,7 @@ class Training:
     seed: int = option(42, minimum=0, maximum=2**63 - 1)
     """Seed of the initial weights and the data order."""
     deterministic: bool = option(False)
-    """Use only deterministic operations: slower, and equal runs give equal bits."""
+    """Use deterministic operations: slower. One that has no deterministic form is named in a warning."""
 
 
 @dataclass
@@ -291,9 +292,11 @@ class Checkpoint:
     """From initial_load_path take the weights alone; off: the optimizer's state too, where there is one. Steps and data
     start anew either way."""
     exclude_from_loading: list[str] = option([])
-    """Parts of a checkpoint to leave as they are when loading, such as optimizer, lr_scheduler, dataloader."""
+    """Parts of a checkpoint to leave as they are when loading: optimizer, dataloader, train_state, a parameter's name
+    or the beginning of one, a pattern with *. lr_scheduler is taken too and changes nothing: the rate follows from
+    the step."""
     preempt_timeout_seconds: int = option(30, minimum=1)
-    """On SIGTERM or SIGUSR1, the time there is to save before the process is killed."""
+    """With several processes, the time that they have to save after SIGTERM or SIGUSR1 before torchrun kills them."""
     verify: str = option("auto", choices=("auto", "size", "full"))
     """Check of a checkpoint before loading: the size of each file, or its whole content. auto: full below 10 GB."""
 

@@ -71,24 +71,25 @@ def train_loop(run: Run) -> bool:
         data_time = time.perf_counter() - waited_from
 
         run.step += 1
-        lr = run.config.optimizer.lr * lr_factor(run.step, training.steps, run.config.lr_scheduler)
-        set_lr(run.optimizer, lr)
+        run.lr = run.config.optimizer.lr * lr_factor(run.step, training.steps, run.config.lr_scheduler)
+        set_lr(run.optimizer, run.lr)
         seed_step(training.seed, run.step, run.dist.rank)
         train_step(run, batches, data_time)
 
         if run.is_first_step:
             run.log_first_step()
             set_timeout(run.config.comm.train_timeout_seconds, run.dist.device)
-        if run.is_log_step:
-            run.log_step(lr)
-        if run.should_save():
+        stopping = run.step < training.steps and run.stop_request.agreed()
+        if run.is_log_step or stopping:
+            run.log_step()
+        if run.should_save() or stopping:
             run.save()
         run.end_step()
-        if run.step < training.steps and run.stop_request.agreed():
-            if run.step != run.saved_step:
-                run.save()
+        if stopping:
             logger.info("stopped after step %d of %d; the same command goes on from here", run.step, training.steps)
             return False
+    if run.meter.num_steps:
+        run.log_step()
     if run.step != run.saved_step:
         run.save(last=True)
     return True

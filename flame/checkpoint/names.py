@@ -9,20 +9,13 @@ import torch
 from torch import nn
 
 from flame.errors import UserError
+from flame.fqn import clean_fqn
 
 MODEL = "model."
 OPTIMIZER = "optimizer."
 
-# Module names that torch.compile and checkpoint_wrapper insert into the path of what they wrap.
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
-
 # Parts of a run that `checkpoint.exclude_from_loading` may name besides tensors.
 STATE_PARTS = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
-
-
-def clean_fqn(fqn: str) -> str:
-    """The name a module or parameter has without wrappers: ``layers.0._orig_mod.mlp`` gives ``layers.0.mlp``."""
-    return ".".join(part for part in fqn.split(".") if part not in WRAPPERS)
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ from dataclasses import Field, fields
 from functools import cache
 
 from flame.config import JobConfig
-from flame.options import ALIASES, iter_options
+from flame.options import ALIASES, iter_options, rule_of
 
 
 @cache
@@ -34,9 +34,11 @@ def target_of(name: str) -> str:
 
 
 def kind_of(name: str) -> str:
-    """Type of a known name's value: int, float, bool, str, list[str] or list[float]."""
+    """Type of a known name's value: int, float, bool, auto (a switch or "auto"), str, list[str] or list[float]."""
     if name in ALIASES and ALIASES[name].values:
         return "bool"
+    if rule_of(options()[target_of(name)]).choices == ("auto", "true", "false"):
+        return "auto"
     return str(options()[target_of(name)].type).removesuffix(" | None")
 
 

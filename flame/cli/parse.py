@@ -21,6 +21,7 @@ from flame.errors import EXIT_USER_ERROR, ConfigError
 __all__ = ["main", "parse_args", "to_toml", "wants_help"]
 
 HELP_FLAGS = ("-h", "--help")
+SWITCHES = ("bool", "auto")  # kinds that --name turns on and --no-name off
 
 
 def wants_help(argv: list[str]) -> bool:
@@ -101,16 +102,17 @@ def _read_flag(source: Source, flag: str, name: str, negated: bool, words: list[
     kind = names.kind_of(name)
     written = f"{flag} = {show(' '.join(words))}"
     most = None if kind.startswith("list") else 0 if negated else 1
-    if negated and kind != "bool":
+    if negated and kind not in SWITCHES:
         source.add_fault(name, f"{flag}: only a switch can be turned off like this; --{name} takes {EXPECTED[kind]}")
     elif most is not None and len(words) > most:
         advice = "; put a value with blanks in quotes" if kind == "str" else ""
         source.add_fault(name, f"{written}: takes {'one value' if most else 'no value'}{advice}")
-    elif not words and kind != "bool":
+    elif not words and kind not in SWITCHES:
         source.add_fault(name, f"{flag}: needs a value: {EXPECTED[kind]}")
     else:
         try:
-            return Setting(name, from_text(kind, words) if words else not negated, flag)
+            # A flag alone reads as the word that it stands for.
+            return Setting(name, from_text(kind, words or [str(not negated)]), flag)
         except ValueError:
             source.add_fault(name, f"{written}: must be {EXPECTED[kind]}")
     return None

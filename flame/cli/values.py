@@ -9,6 +9,7 @@ EXPECTED = {
     "int": "a whole number",
     "float": "a number",
     "bool": "true or false",
+    "auto": "auto, true or false",
     "str": "text",
     "list[str]": "a comma-separated list",
     "list[float]": "a comma-separated list of numbers",
@@ -68,16 +69,20 @@ def _scalar_from_text(kind: str, text: str) -> Any:
         if text.lower() not in ("true", "false"):
             raise ValueError(text)
         return text.lower() == "true"
+    if kind == "auto":
+        return text.lower()
     return _checked_text(text) if kind == "str" else {"int": int, "float": float}[kind](text)
 
 
 def _scalar_from_toml(kind: str, value: Any) -> Any:
     if kind == "float" and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if kind == "auto" and isinstance(value, bool):
+        return str(value).lower()
     # bool is a subclass of int, and `steps = true` is not a number.
-    if type(value).__name__ != kind:
+    if type(value).__name__ != ("str" if kind == "auto" else kind):
         raise ValueError(value)
-    return _checked_text(value) if kind == "str" else value
+    return _checked_text(value) if isinstance(value, str) else value
 
 
 def _checked_text(text: str) -> str:

@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from flame.metrics.quiet import silence_known_noise
+from flame.quiet import silence_known_noise
 
 LOGGER_NAME = "flame"
 HANDLER_NAME = "flame-console"
@@ -24,7 +24,7 @@ def setup_logging(rank: int = 0, local_rank: int = 0, *, color: bool = True) -> 
     The local ranks named in the environment variable ``LOG_RANK`` ("0" or "0,3"; 0 by default) write everything, the
     others warnings and errors only. A line tells its rank where more than one may write or the writer is not rank 0,
     unless torchrun was told to put something before every line itself. What other libraries say in every healthy run is
-    silenced (``flame.metrics.quiet``).
+    silenced (``flame.quiet``).
 
     Args:
         rank: of this process among all.

@@ -74,6 +74,11 @@ class StepMeter:
         self._flops += flops
         self.tokens += num_tokens
 
+    @property
+    def num_steps(self) -> int:
+        """Steps noted since the last ``collect``."""
+        return len(self._steps)
+
     def collect(self) -> dict:
         """The interval's row without ``step`` and ``lr``, then start the next interval. Waits for the device once.
 

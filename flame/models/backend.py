@@ -21,10 +21,8 @@ import importlib
 import importlib.metadata
 import importlib.util
 import io
-import logging
 import re
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +33,7 @@ from flame.models.attention import make_attention, resolve_attention_backend
 from flame.models.chunk_backward import chunk_bwd_dqkwg
 from flame.models.generation import is_cache_renamed, prepare_inputs_for_generation
 from flame.models.native_attention import register_native_attention
+from flame.quiet import quiet_third_party
 
 BACKENDS = ("auto", "triton", "reference")
 REFERENCE_FAMILIES = ("delta_net", "gated_deltanet", "gla", "transformer")
@@ -149,12 +148,8 @@ def import_fla() -> None:
         return
     # Without flash_attn, a GPU or a torch build they like, FLA, torchao and others warn from a dozen places, through
     # warnings, loggers and prints; none of it is about this job.
-    disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
+    with quiet_third_party(), contextlib.redirect_stdout(io.StringIO()):
         importlib.import_module("fla.models")
-    logging.disable(disabled)
 
 
 def supported_model_types(backend: str) -> tuple[str, ...] | None:

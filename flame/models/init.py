@@ -21,12 +21,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
 from flame.errors import UserError
+from flame.fqn import clean_fqn
 from flame.models.recorder import Constant, Recorder, RecordError, Tape, TensorRef, recording
 
 logger = logging.getLogger(__name__)
-
-# Name parts that wrappers around a module add; a parameter keeps its name whatever wraps it.
-_WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 
 class InitRecipe(Protocol):
@@ -166,7 +164,7 @@ def init_weights(
         device: where the full tensors are computed; default: the device of the first parameter.
     """
     _tie(model, tied or [])
-    originals = {original_name(name): (name, tensor) for name, tensor in named_tensors(model)}
+    originals = {clean_fqn(name): (name, tensor) for name, tensor in named_tensors(model)}
     if device is None:
         device = next(model.parameters()).device
     done: set[int] = set()
@@ -182,11 +180,6 @@ def init_weights(
             _write(tensor, value)
 
 
-def original_name(name: str) -> str:
-    """A parameter's name without what compilation and activation checkpointing add to it."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
-
-
 def _write(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Copy the full ``value`` into ``tensor``, or this rank's part of it when ``tensor`` is a DTensor."""
     if isinstance(tensor, DTensor):
@@ -197,7 +190,7 @@ def _write(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _tie(model: nn.Module, groups: list[list[str]]) -> None:
-    present = {original_name(name): name for name, _ in model.named_parameters(remove_duplicate=False)}
+    present = {clean_fqn(name): name for name, _ in model.named_parameters(remove_duplicate=False)}
     for group in groups:
         names = [present[name] for name in group if name in present]
         for name in names[1:]:

@@ -85,6 +85,8 @@ def init_distributed(comm: Comm, dump_folder: str | Path) -> Distributed:
     Raises:
         UserError: if a process has no device of its own.
     """
+    if "RANK" not in os.environ:
+        raise UserError("this process has no rank: start it with bash train.sh, python -m flame.launch or torchrun")
     rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     device = _pick_device(local_rank)
     _enable_flight_recorder(comm, Path(dump_folder) / "logs")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -43,3 +43,14 @@ def shard_model(
         fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
     # The root holds embedding, final norm and head, which the backward needs first: keep them gathered.
     fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+
+
+def reshard(model: nn.Module) -> None:
+    """Give every unit its sharded parameters back.
+
+    A forward without a backward leaves the gathered ones registered, and whoever lists the parameters then, such as an
+    optimizer, gets tensors that training never updates.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -26,7 +26,8 @@ from flame.models.backend import check_supported, setup_backend
 from flame.models.flops import FlopCounter, num_parameters
 from flame.models.loss import attach_training_forward, check_varlen_support, is_fla_model
 from flame.parallel.distributed import Distributed, init_distributed
-from flame.parallel.fsdp import shard_model
+from flame.parallel.fsdp import reshard, shard_model
+from flame.training.finish import check_finish
 from flame.training.optimizer import build_optimizer
 from flame.training.preemption import StopRequest
 from flame.training.profiling import Profiler, check_profiling
@@ -62,6 +63,7 @@ def build_run(config: JobConfig) -> Run:
     )
     model_config = load_model_config(config.model, tokenizer)
     check_supported(model_config, backend)
+    check_finish(config, model_config, tokenizer)
     prepare = local_leader_first(dist.is_local_main, dist.long_barrier)
     data = build_dataloader(config, tokenizer, dist.rank, dist.world_size, prepare, dist.gather)
     built = build_model(model_config, config.model.trust_remote_code)
@@ -124,6 +126,7 @@ def shard_and_initialise(config: JobConfig, built: BuiltModel, dist: Distributed
         logger.info("%s", model)
     if training.varlen and not is_fla_model(model):
         check_varlen_support(model, dist.device)
+        reshard(model)
     return model.train()
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from flame.checkpoint.to_hf import convert_dcp_to_hf
+from flame.config import JobConfig
 from flame.errors import UserError
 from flame.metrics.report import write_report
 from flame.training.run import Run
@@ -23,6 +24,22 @@ def finish_run(run: Run) -> None:
             export(run)
         logger.info("%s", write_report([run.dump_folder]))
     run.dist.long_barrier()
+
+
+def check_finish(config: JobConfig, model_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse, before anything is trained, what could not be done at the run's end.
+
+    Raises:
+        UserError: a prompt without tokens; a model with its own code, which the run folder does not keep.
+    """
+    job = config.job
+    if job.sample_prompt and not tokenizer(job.sample_prompt).input_ids:
+        raise UserError(f"job.sample_prompt = {job.sample_prompt!r}: the tokenizer makes no token of it")
+    if config.checkpoint.export_hf and config.model.trust_remote_code and getattr(model_config, "auto_map", None):
+        raise UserError(
+            "checkpoint.export_hf: a model that brings its own Python code (model.trust_remote_code) cannot be "
+            "exported in this version; set --checkpoint.no-export_hf"
+        )
 
 
 def export(run: Run) -> None:
@@ -44,8 +61,6 @@ def sample(run: Run) -> str:
     tokenizer = AutoTokenizer.from_pretrained(run.dump_folder)
     model = AutoModelForCausalLM.from_pretrained(run.dump_folder).to(run.dist.device).eval()
     input_ids = tokenizer(job.sample_prompt, return_tensors="pt").input_ids.to(run.dist.device)  # [1, T]
-    if input_ids.shape[1] == 0:
-        raise UserError(f"job.sample_prompt = {job.sample_prompt!r}: the tokenizer makes no token of it")
     output = model.generate(
         input_ids, max_new_tokens=job.sample_tokens, do_sample=True, temperature=0.8, top_k=40, pad_token_id=0
     )

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from flame.config import Optimizer as OptimizerConfig
 
@@ -26,6 +28,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, no_decay: Iterabl
     """
     excluded = set(no_decay)
     trainable = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    if isinstance(model, FSDPModule):
+        assert all(isinstance(param, DTensor) for _, param in trainable), "gathered parameters: reshard the model first"
     groups = [
         {"params": [p for name, p in trainable if name not in excluded], "weight_decay": config.weight_decay},
         {"params": [p for name, p in trainable if name in excluded], "weight_decay": 0.0},

@@ -38,6 +38,7 @@ class Run:
 
     Attributes:
         step: training steps done.
+        lr: learning rate of the newest step.
         saved_step: the step of the newest checkpoint that this process saved or loaded, −1 for none.
         parameters: the trainable parameters, in the model's order.
     """
@@ -57,6 +58,7 @@ class Run:
     gc: GarbageCollector
     stop_request: StopRequest
     step: int = 0
+    lr: float = 0.0
     saved_step: int = -1
     parameters: list[nn.Parameter] = field(init=False)
     _first_step: int = field(init=False)
@@ -104,13 +106,13 @@ class Run:
             torch.cuda.synchronize(self.dist.device)
         logger.info("first step done %.1f s after the process began", seconds_since_start())
 
-    def log_step(self, lr: float) -> None:
+    def log_step(self) -> None:
         """Fetch the interval's numbers from the device and write them down.
 
         Raises:
             UserError: ``training.max_consecutive_skips`` steps in a row had no finite gradient.
         """
-        row: dict[str, Any] = {"step": self.step} | self.meter.collect() | {"lr": lr, "epochs": self.data.epochs()}
+        row: dict[str, Any] = {"step": self.step} | self.meter.collect() | {"lr": self.lr, "epochs": self.data.epochs()}
         row["skipped_rows"] = int(self.dist.sum(torch.tensor(self.data.num_skipped_rows)))
         if self._data_hash is not None:
             row["data_hash"] = self._data_hash

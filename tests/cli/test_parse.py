@@ -58,7 +58,7 @@ PUBLISHED_COMMAND = shlex.split("""--job.config_file flame/models/fla.toml --job
 --training.prefetch_factor 2 --training.seed 42 --training.compile --checkpoint.interval 2048
 --checkpoint.load_step -1 --checkpoint.keep_latest_k 2 --metrics.log_freq 1""")
 
-SAMPLES = {"int": "3", "float": "0.25", "str": "x y", "list[str]": "a,b", "list[float]": "0.5,0.5"}
+SAMPLES = {"int": "3", "auto": "true", "float": "0.25", "str": "x y", "list[str]": "a,b", "list[float]": "0.5,0.5"}
 
 
 def parse(*argv):
@@ -334,6 +334,7 @@ def other_value(name):
     return {
         "int": 12345,
         "float": 0.125,
+        "auto": "true",
         "str": 'é "quoted" \\ tab\t line\n del\x7f \U0001f525',
         "list[str]": ["a,b", "c d", ""],
         "list[float]": [0.5, 1e-30],
@@ -358,3 +359,22 @@ def test_the_resolved_file_of_a_job_is_a_job(write_toml):
 def test_running_the_module_prints_the_resolved_job(capsys, write_toml):
     assert main(JOB) == 0
     assert parse_args(["--job.config_file", write_toml(capsys.readouterr().out)]) == parse()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--training.add_eos"], "true"),
+        (["--training.no-add_eos"], "false"),
+        (["--training.add_eos", "True"], "true"),
+        (["--training.add_eos=auto"], "auto"),
+    ],
+)
+def test_a_switch_that_may_be_auto(words, expected):
+    assert parse_args(words, check=False).training.add_eos == expected
+
+
+@pytest.mark.parametrize(("written", "expected"), [("true", "true"), ("false", "false"), ('"auto"', "auto")])
+def test_a_switch_that_may_be_auto_in_a_job_file(written, expected, write_toml):
+    path = write_toml(f"[training]\nadd_bos = {written}\n")
+    assert parse_args(["--job.config_file", str(path)], check=False).training.add_bos == expected

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from flame.errors import UserError
+from flame.fqn import clean_fqn
 from flame.models.blocks import find_blocks
 from flame.models.init import (
     EagerRecipe,
@@ -23,7 +24,6 @@ from flame.models.init import (
     build_recipe,
     init_weights,
     named_tensors,
-    original_name,
     tied_groups,
 )
 from flame.models.recorder import Constant, recording
@@ -175,7 +175,7 @@ def test_tied_weights_stay_tied():
 
 
 def test_wrapped_names():
-    assert original_name("model._orig_mod.layers.0._checkpoint_wrapped_module.w") == "model.layers.0.w"
+    assert clean_fqn("model._orig_mod.layers.0._checkpoint_wrapped_module.w") == "model.layers.0.w"
 
 
 class Unusual(nn.Module):

@@ -5,6 +5,7 @@ Each table is one group of processes; see ``harness``.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,11 @@ import pytest
 from tests.runs.harness import Job, run_jobs
 
 FAMILIES = ("transformer", "gla", "gated_deltanet", "delta_net")
+# A family of transformers itself: documents are kept apart by position ids, and proven so before training.
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 4096, "max_position_embeddings": 256,
+}  # fmt: skip
 # name -> what the pair of runs sets; one runs on two ranks, the other on one with twice the accumulation.
 PAIRS = {
     **{family: {"model.config": f"configs/debug/{family}.json"} for family in FAMILIES},
@@ -25,6 +31,7 @@ PAIRS = {
     },
     "plain": {"training.varlen": "false", "training.context_len": "64", "training.batch_size": "2"},
     "batch_of_two_packed": {"training.batch_size": "2"},
+    "llama": {"model.config": "llama.json"},
 }
 ACCUMULATION = {"training.gradient_accumulation_steps": "2"}
 
@@ -33,6 +40,8 @@ ACCUMULATION = {"training.gradient_accumulation_steps": "2"}
 def pairs(tmp_path_factory) -> dict[str, tuple[Job, Job]]:
     """Each pair of ``PAIRS`` run as (one rank, two ranks)."""
     folder = tmp_path_factory.mktemp("pairs")
+    (folder / "llama.json").write_text(json.dumps(LLAMA))
+    PAIRS["llama"]["model.config"] = str(folder / "llama.json")
     one = {name: Job(folder / f"one_{name}", options | ACCUMULATION) for name, options in PAIRS.items()}
     two = {name: Job(folder / f"two_{name}", options) for name, options in PAIRS.items()}
     assert run_jobs(list(one.values())) == [0] * len(one)

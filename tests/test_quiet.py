@@ -3,7 +3,7 @@ import warnings
 
 import pytest
 
-from flame.metrics.quiet import KNOWN_RECORDS, quiet_third_party, silence_known_noise
+from flame.quiet import KNOWN_RECORDS, quiet_third_party, silence_known_noise
 
 
 def test_noise_is_silent_and_errors_pass(capsys, recwarn):

@@ -1,0 +1,94 @@
+"""FSDP2 on one rank: what is sharded, and that a lone forward leaves the shards in place."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from flame.config import Comm, Optimizer
+from flame.errors import UserError
+from flame.parallel.clip import clip_gradients
+from flame.parallel.distributed import Distributed, init_distributed, shutdown
+from flame.parallel.fsdp import reshard, shard_model
+from flame.training.optimizer import build_optimizer
+from tests.runs.harness import free_port
+
+
+@pytest.fixture
+def alone(tmp_path, monkeypatch) -> Distributed:
+    """A process group of this process."""
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**place, "MASTER_PORT": str(free_port())}.items():
+        monkeypatch.setenv(name, value)
+    yield init_distributed(Comm(), tmp_path)
+    shutdown()
+
+
+def make_sharded(dist: Distributed, reshard_after_forward: str = "default") -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2)).to(dist.device)
+    shard_model(
+        model,
+        [("1", model[1])],
+        dist.mesh,
+        param_dtype="bfloat16",
+        reduce_dtype="float32",
+        reshard_after_forward=reshard_after_forward,
+    )
+    return model
+
+
+def test_masters_stay_float32_and_compute_is_bfloat16(alone):
+    model = make_sharded(alone)
+    output = model(torch.ones(3, 4, device=alone.device))
+    output.sum().backward()
+    assert output.dtype == torch.bfloat16
+    assert all(parameter.dtype == parameter.grad.dtype == torch.float32 for parameter in model.parameters())
+    assert sum(isinstance(module, FSDPModule) for module in model.modules()) == 2
+
+
+def test_a_lone_forward_leaves_gathered_parameters_until_reshard(alone):
+    model = make_sharded(alone)
+    with torch.no_grad():
+        model(torch.ones(3, 4, device=alone.device))
+    with pytest.raises(AssertionError, match="reshard"):
+        build_optimizer(model, Optimizer(), ())
+    reshard(model)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    build_optimizer(model, Optimizer(), ())
+
+
+@pytest.mark.parametrize(("choice", "is_sharded"), [("default", False), ("never", False), ("always", True)])
+def test_blocks_on_one_rank_are_resharded_only_when_asked(alone, choice, is_sharded):
+    model = make_sharded(alone, choice)
+    model(torch.ones(3, 4, device=alone.device))
+    assert isinstance(model[1].weight, DTensor) == is_sharded
+
+
+def test_clipping_gives_the_norm_before_it(alone):
+    model = make_sharded(alone)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    norm = clip_gradients(model.parameters(), 1.0)
+    assert norm.item() == pytest.approx(count**0.5)
+    assert clip_gradients(model.parameters(), 1.0).item() == pytest.approx(1.0, abs=1e-4)
+
+
+def test_collectives_and_plain_values(alone):
+    assert alone.sum(torch.tensor(3)).item() == alone.max(torch.tensor(3)).item() == 3
+    assert alone.gather({"a": 1}) == [{"a": 1}]
+    assert alone.broadcast(7) == 7
+    assert alone.is_main and alone.is_local_main
+    alone.long_barrier()
+
+
+def test_a_process_without_a_rank_is_told_how_to_start(tmp_path, monkeypatch):
+    monkeypatch.delitem(os.environ, "RANK", raising=False)
+    with pytest.raises(UserError, match=r"train\.sh"):
+        init_distributed(Comm(), tmp_path)

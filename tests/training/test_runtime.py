@@ -1,0 +1,59 @@
+"""Seeds, determinism, garbage collection."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from flame.config import JobConfig
+from flame.training.restore import hyperparameters, log_changes
+from flame.training.runtime import GarbageCollector, has_fast_bfloat16, seconds_since_start, seed_step
+
+
+def draw(*arguments: int) -> torch.Tensor:
+    seed_step(*arguments)
+    return torch.rand(8)
+
+
+def test_each_step_and_rank_draws_its_own_numbers_again():
+    assert torch.equal(draw(42, 7, 0), draw(42, 7, 0))
+    draws = [draw(seed, step, rank) for seed in (1, 2) for step in (1, 2) for rank in (0, 1)]
+    assert len({tuple(each.tolist()) for each in draws}) == len(draws)
+
+
+def test_garbage_is_collected_at_its_steps_only():
+    collector = GarbageCollector(every=3)
+    try:
+        assert not gc.isenabled()
+        counts = []
+        for step in range(1, 7):
+            before = gc.get_stats()[1]["collections"]
+            collector.step(step)
+            counts.append(gc.get_stats()[1]["collections"] - before)
+        assert counts == [0, 0, 1, 0, 0, 1]
+    finally:
+        collector.close()
+    assert gc.isenabled()
+
+
+def test_the_clock_counts_from_the_launcher(monkeypatch):
+    monkeypatch.setenv("FLAME_START_TIME", "0")
+    assert seconds_since_start() > 1e9
+
+
+def test_bfloat16_is_fast_on_a_cpu_only_with_matrix_instructions(monkeypatch):
+    for answer in (True, False):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda answer=answer: {"amx_bf16": answer})
+        assert has_fast_bfloat16(torch.device("cpu")) is answer
+
+
+def test_changed_settings_are_named(caplog):
+    config = JobConfig()
+    before = hyperparameters(config)
+    config.optimizer.lr, config.optimizer.weight_decay = 1e-3, 0.2
+    log_changes(before, hyperparameters(config))
+    assert [record.getMessage() for record in caplog.records] == [
+        "optimizer.lr changed since the checkpoint: 0.001, was 0.0008",
+        "optimizer.weight_decay changed since the checkpoint: 0.2, was 0.1",
+    ]
