@@ -6,12 +6,14 @@ Reads top to bottom: build the run, restore it, loop over steps, finish. One ste
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 import time
 
 import torch
 
-from flame.cli.parse import parse_args
+from flame.cli.parse import main as print_help_or_check
+from flame.cli.parse import parse_args, wants_help
 from flame.config import JobConfig
 from flame.data.batch import Batch
 from flame.errors import ConfigError, UserError
@@ -34,12 +36,18 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         Exit code, one of ``flame.launch.exit_codes``.
     """
+    argv = sys.argv[1:] if argv is None else argv
+    if wants_help(argv):
+        return print_help_or_check(argv)
     try:
-        return train(parse_args(sys.argv[1:] if argv is None else argv))
+        return train(parse_args(argv))
     except ConfigError as error:
         print(error, file=sys.stderr)
     except UserError as error:
         logger.error("%s", error)
+    except KeyboardInterrupt:
+        logger.error("interrupted before a checkpoint could be saved")
+        return exit_codes.KILLED + signal.SIGINT
     finally:
         shutdown()
     return exit_codes.USER_ERROR
@@ -53,9 +61,11 @@ def train(config: JobConfig) -> int:
             return exit_codes.OK
         if run.step >= config.training.steps:
             logger.info("already finished: step %d of %d; nothing left to train", run.step, config.training.steps)
-        elif not train_loop(run):
+            finish_run(run, again=True)
+        elif train_loop(run):
+            finish_run(run)
+        else:
             return exit_codes.PREEMPTED
-        finish_run(run)
     return exit_codes.OK
 
 

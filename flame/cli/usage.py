@@ -14,7 +14,7 @@ from flame.cli.values import EXPECTED, show
 from flame.options import ALIASES, default_of, rule_of
 
 INTRODUCTION = """\
-usage: bash train.sh [--section.name value] ...
+usage: bash train.sh [--section.name value] ...   (installed as a package: flame-train)
 
 Train a language model. Options come from the command line, then from the TOML file --job.config_file
 ([section] name = value), then from the defaults. `--section.name value` and `--section.name=value` are the same;

@@ -61,7 +61,11 @@ def _check_limits(config: JobConfig) -> Iterator[Fault]:
 def _check_required(config: JobConfig) -> Iterator[Fault]:
     model, training = config.model, config.training
     if not model.config:
-        yield _fault(config, "model.config", "needs a model: a *.json file, a folder or a hub id")
+        yield _fault(
+            config,
+            "model.config",
+            "needs a model: a *.json file, a folder or a hub id (the demo is --job.config_file configs/debug.toml)",
+        )
     if not model.tokenizer_path and model.config.endswith(".json"):
         yield _fault(config, "model.tokenizer_path", "needs a tokenizer: a folder or a hub id")
     if not any(training.dataset):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterable
 from itertools import accumulate
 
@@ -12,6 +13,9 @@ import numpy as np
 from flame.data.documents import Documents
 from flame.errors import UserError
 from flame.paths import find_resource
+from flame.quiet import quiet_third_party
+
+logger = logging.getLogger(__name__)
 
 # Scripts, digits, blanks and line ends: two tokenizers that cut this alike and share a vocabulary are taken as equal.
 PROBE_TEXT = "Naïve café, 12345 × 67.8\n\tdef f(x):\n        return x  # 東京 Привет 🙂\r\n"
@@ -35,7 +39,10 @@ def load_tokenizer(path: str, trust_remote_code: bool = False):
             return PreTrainedTokenizerFast(tokenizer_file=str(found))
         folder = found.parent if found.is_file() else found
         source = str(folder) if folder.is_dir() else path
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        if source == path and not folder.is_dir():
+            logger.info("tokenizer %s: no such folder here, asking the Hugging Face hub", path)
+        with quiet_third_party():  # the hub's client reports each of its attempts
+            return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers and tokenizers raise plain Exception, OSError, ValueError and KeyError
         raise UserError(
             f"--model.tokenizer_path {path}: no tokenizer could be loaded from it ({_first_line(error)}); "

@@ -44,6 +44,7 @@ def main(argv: list[str], trainer: str = TRAINER) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return exit_codes.USER_ERROR
+    print(f"flame: starting {layout.world_size} process{'es' * (layout.world_size > 1)}", flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_process(layout)))
     if layout.world_size == 1:
         return run_here(argv, layout, trainer)
@@ -69,6 +70,10 @@ def run_with_torchrun(argv: list[str], config: JobConfig, layout: Layout, traine
     SIGTERM, SIGINT and SIGUSR1 reach every process, which then has ``checkpoint.preempt_timeout_seconds`` to save.
     The code returned is that of the process that failed first.
     """
+    # What torchrun says of a stopped or failed process is said below, in one line and with the place of its log. Its
+    # loggers take their level from this variable when they are made; the processes must not.
+    level = os.environ.pop("LOGLEVEL", None)
+    os.environ["LOGLEVEL"] = "CRITICAL"
     # Imported late: it imports torch.
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -76,8 +81,10 @@ def run_with_torchrun(argv: list[str], config: JobConfig, layout: Layout, traine
 
     os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(config.checkpoint.preempt_timeout_seconds)
-    # What torchrun says of a failed process is said below, in one line and with the place of its log.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    del os.environ["LOGLEVEL"]
+    if level is not None:
+        os.environ["LOGLEVEL"] = level
     # torchrun hands SIGTERM on to its processes but dies of SIGUSR1, and leaves them behind.
     signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
 
@@ -128,10 +135,19 @@ def _first_failure(failures: dict, exit_folder: Path) -> tuple:
 def _report_failure(rank: int, local_rank: int, code: int, log_folder: Path, layout: Layout) -> None:
     """Say which rank failed and where its log is, with the log's end when the console has not shown that rank."""
     logs = max(log_folder.glob("*/attempt_*"), key=lambda folder: folder.stat().st_mtime)
-    print(f"flame: rank {rank} ended with exit code {code}; the logs of all ranks: {logs}", file=sys.stderr)
+    print(f"flame: rank {rank} ended with {describe(code)}; the logs of all ranks: {logs}", file=sys.stderr)
     if str(local_rank) not in layout.shown_ranks.split(","):
         last_lines = (logs / str(local_rank) / "stderr.log").read_text(errors="replace").splitlines()[-30:]
         print("".join(f"[rank {rank}] {line}\n" for line in last_lines), file=sys.stderr, end="")
+
+
+def describe(code: int) -> str:
+    """An exit code in words."""
+    if code <= exit_codes.KILLED:
+        return f"exit code {code}"
+    name = signal.Signals(code - exit_codes.KILLED).name
+    hint = ", which is also how a machine out of memory ends a process" if name == "SIGKILL" else ""
+    return f"exit code {code} (killed by {name}{hint})"
 
 
 def entry() -> None:

@@ -19,7 +19,7 @@ from flame.metrics.jsonl import FILE_NAME, read_rows
 from flame.metrics.keys import is_finite_number
 
 PICTURE_NAME = "loss.svg"
-NUM_LAST = 20  # the final loss is the mean over so many logged steps: a single one scatters
+NUM_LAST = 20  # the final loss is the mean over so many last steps: a single one scatters
 LOSS_LABEL = "loss (nats per token)"
 SMOOTHING = 40  # the smoothed line averages over one part in so many of the run
 
@@ -119,18 +119,19 @@ def describe(run: RunMetrics) -> str:
 
 
 def final_loss(run: RunMetrics) -> float:
-    """Mean of the last ``NUM_LAST`` logged finite losses."""
-    return fmean(run.values("loss")[-NUM_LAST:])
+    """Mean of the finite losses logged over the last ``NUM_LAST`` steps, at least of the last one."""
+    losses = [(row["step"], row["loss"]) for row in run.steps if is_finite_number(row["loss"])]
+    last_step = losses[-1][0]
+    return fmean(loss for step, loss in losses if step > last_step - NUM_LAST)
 
 
 def summarize(run: RunMetrics) -> str:
     """A few lines for people: length, losses, speed, memory, gradient norm."""
     losses = run.values("loss")
     lowest = min((row for row in run.steps if is_finite_number(row["loss"])), key=lambda row: row["loss"])
-    num_averaged = min(NUM_LAST, len(losses))
     lines = [
         f"{describe(run)}, {format_duration(run.total('step_time_s'))} of training",
-        f"  loss     {losses[0]:.4f} -> {final_loss(run):.4f} (mean of the last {num_averaged} logged), "
+        f"  loss     {losses[0]:.4f} -> {final_loss(run):.4f} (mean of the last {NUM_LAST} steps), "
         f"lowest {lowest['loss']:.4f} at step {lowest['step']}",
     ]
     validations = [row["val_loss"] for row in run.validations if is_finite_number(row["val_loss"])]

@@ -14,6 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from flame.errors import UserError
 from flame.paths import find_resource
+from flame.quiet import quiet_third_party
 
 logger = logging.getLogger(__name__)
 
@@ -135,8 +136,10 @@ def _from_custom_code(path: Path, model_type: str, trust_remote_code: bool) -> P
 
 
 def _from_hub(name: str, trust_remote_code: bool) -> PretrainedConfig:
+    logger.info("model config %s: no such file or folder here, asking the Hugging Face hub", name)
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        with quiet_third_party():  # the hub's client reports each of its attempts
+            return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as fault:
         first_line = str(fault).strip().splitlines()[0]
         raise UserError(f"model.config = {name}: no such file or folder, and the hub says: {first_line}") from fault

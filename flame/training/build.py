@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
@@ -11,11 +12,13 @@ from transformers import PretrainedConfig
 
 from flame.checkpoint.artifacts import save_run_artifacts
 from flame.checkpoint.manager import CheckpointManager
+from flame.checkpoint.sources import MODEL_CONFIG
 from flame.cli.job_file import to_toml
 from flame.config import JobConfig
 from flame.data.loader import build_dataloader
 from flame.data.loading import local_leader_first
 from flame.data.tokenize import load_tokenizer
+from flame.errors import UserError
 from flame.launch.layout import check_degrees
 from flame.metrics.console import log_to_file, setup_logging
 from flame.metrics.env import write_env
@@ -31,7 +34,7 @@ from flame.training.finish import check_finish
 from flame.training.optimizer import build_optimizer
 from flame.training.preemption import StopRequest
 from flame.training.profiling import Profiler, check_profiling
-from flame.training.restore import restore
+from flame.training.restore import restore, tokens_per_step
 from flame.training.run import Run
 from flame.training.runtime import GarbageCollector, has_fast_bfloat16, set_determinism
 
@@ -46,8 +49,6 @@ def build_run(config: JobConfig) -> Run:
     """
     dist = init_distributed(config.comm, config.job.dump_folder)
     setup_logging(dist.rank, dist.local_rank, color=not config.metrics.disable_color_printing)
-    if dist.world_size == 1:  # torchrun keeps the output of several ranks
-        log_to_file(Path(config.job.dump_folder) / "logs" / "train.log")
     set_determinism(config.training.deterministic)
     check_degrees(config, dist.world_size)
     check_profiling(config.profiling, dist.device)
@@ -63,19 +64,19 @@ def build_run(config: JobConfig) -> Run:
     )
     model_config = load_model_config(config.model, tokenizer)
     check_supported(model_config, backend)
+    if resume_step is not None:
+        check_same_model(Path(config.job.dump_folder), model_config)
     check_finish(config, model_config, tokenizer)
     prepare = local_leader_first(dist.is_local_main, dist.long_barrier)
     data = build_dataloader(config, tokenizer, dist.rank, dist.world_size, prepare, dist.gather)
     built = build_model(model_config, config.model.trust_remote_code)
-    if dist.is_main:
-        describe_job(config, built, backend, dist)
-
     flops = FlopCounter(built.model)
     model = shard_and_initialise(config, built, dist)
     optimizer = build_optimizer(model, config.optimizer, built.no_decay)
-    step, state = restore(config, resume_step, model, optimizer, data, checkpoints)
+    step, state = restore(config, resume_step, model, optimizer, data, checkpoints, dist.world_size)
     if dist.is_main:  # only now: a job that does not fit the folder's checkpoints must not overwrite what explains them
         write_run_folder(config, model_config, tokenizer, dist.world_size)
+        describe_job(config, built, backend, dist, step)
 
     return Run(
         config=config,
@@ -101,6 +102,8 @@ def write_run_folder(config: JobConfig, model_config: PretrainedConfig, tokenize
     """Write what explains a run: the resolved job, the effective model config, the tokenizer, the environment."""
     folder = Path(config.job.dump_folder)
     folder.mkdir(parents=True, exist_ok=True)
+    if world_size == 1:  # torchrun keeps the output of several ranks
+        log_to_file(folder / "logs" / "train.log")
     (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
     save_run_artifacts(folder, model_config, tokenizer)
     write_env(folder, world_size)
@@ -119,7 +122,7 @@ def shard_and_initialise(config: JobConfig, built: BuiltModel, dist: Distributed
         reduce_dtype=training.mixed_precision_reduce,
         reshard_after_forward=training.fsdp_reshard_after_forward,
     )
-    logger.info("FSDP: %d blocks, each its own unit, over %d ranks", len(blocks), dist.world_size)
+    logger.info("FSDP: %d blocks, each a unit of its own, sharded over %d", len(blocks), dist.world_size)
     model.to_empty(device=dist.device)
     init_weights(model, built.recipe, training.seed, built.tied)
     if config.model.print_after_conversion:
@@ -146,14 +149,28 @@ def build_checkpoints(config: JobConfig) -> CheckpointManager | None:
     return CheckpointManager(folder, section.keep_latest_k, verify=section.verify)
 
 
-def describe_job(config: JobConfig, built: BuiltModel, backend: str, dist: Distributed) -> None:
+def check_same_model(dump_folder: Path, model_config: PretrainedConfig) -> None:
+    """Refuse a model of another family than that of the run folder's checkpoints.
+
+    Raises:
+        UserError: names both.
+    """
+    path = dump_folder / MODEL_CONFIG
+    saved = json.loads(path.read_text())["model_type"] if path.is_file() else model_config.model_type
+    if saved != model_config.model_type:
+        raise UserError(
+            f"model.config is a {model_config.model_type}, but the checkpoints in {dump_folder} are of a {saved}: "
+            "give another job.dump_folder, or the model that the run began with"
+        )
+
+
+def describe_job(config: JobConfig, built: BuiltModel, backend: str, dist: Distributed, step: int) -> None:
     """Log what is about to be trained, so that a wrong job is seen before it costs anything."""
     training = config.training
     if config.job.description:
         logger.info("%s", config.job.description)
     if config.job.print_args:
         logger.info("options:\n%s", to_toml(config))
-    num_sequences = training.batch_size * training.gradient_accumulation_steps * dist.world_size
     logger.info(
         "%s: %.1fM parameters, %s operators, %s compute on %d x %s",
         built.model.config.model_type,
@@ -163,14 +180,9 @@ def describe_job(config: JobConfig, built: BuiltModel, backend: str, dist: Distr
         dist.world_size,
         dist.device.type,
     )
-    logger.info(
-        "%d steps of %d sequences x %d tokens = %s tokens a step, %s in all",
-        training.steps,
-        num_sequences,
-        training.seq_len,
-        f"{num_sequences * training.seq_len:,}",
-        f"{training.steps * num_sequences * training.seq_len:,}",
-    )
+    tokens = tokens_per_step(config, dist.world_size)
+    num_left = max(training.steps - step, 0)
+    logger.info("%d steps to go, of %s tokens each: %s tokens", num_left, f"{tokens:,}", f"{num_left * tokens:,}")
     if config.lr_scheduler.warmup_steps > training.steps:
         logger.warning(
             "lr_scheduler.warmup_steps = %d is longer than the run: the learning rate rises over all %d steps",

@@ -17,9 +17,13 @@ from flame.training.run import Run
 logger = logging.getLogger(__name__)
 
 
-def finish_run(run: Run) -> None:
-    """Export the last checkpoint, draw the loss curve and print a sample, on the main rank while the others wait."""
-    if run.dist.is_main:
+def finish_run(run: Run, again: bool = False) -> None:
+    """Export the last checkpoint, draw the loss curve and print a sample, on the main rank while the others wait.
+
+    Args:
+        again: nothing was trained; what an earlier end of the run left is made only where it is missing.
+    """
+    if run.dist.is_main and not (again and is_exported(run)):
         if run.config.checkpoint.export_hf:
             export(run)
         logger.info("%s", write_report([run.dump_folder]))
@@ -42,6 +46,13 @@ def check_finish(config: JobConfig, model_config: PretrainedConfig, tokenizer: P
         )
 
 
+def is_exported(run: Run) -> bool:
+    """Whether the run folder holds a model that was written after the run's last checkpoint."""
+    exported = run.dump_folder / "config.json"
+    checkpoint = run.dump_folder / run.config.checkpoint.folder / f"step-{run.step}"
+    return exported.exists() and exported.stat().st_mtime >= checkpoint.stat().st_mtime
+
+
 def export(run: Run) -> None:
     """Write the newest checkpoint to the run folder's root in Hugging Face format, and sample from it if asked to."""
     if run.checkpoints is None:
@@ -61,6 +72,7 @@ def sample(run: Run) -> str:
     tokenizer = AutoTokenizer.from_pretrained(run.dump_folder)
     model = AutoModelForCausalLM.from_pretrained(run.dump_folder).to(run.dist.device).eval()
     input_ids = tokenizer(job.sample_prompt, return_tensors="pt").input_ids.to(run.dist.device)  # [1, T]
+    torch.manual_seed(run.config.training.seed)
     output = model.generate(
         input_ids, max_new_tokens=job.sample_tokens, do_sample=True, temperature=0.8, top_k=40, pad_token_id=0
     )

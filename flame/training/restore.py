@@ -24,6 +24,7 @@ def restore(
     optimizer: torch.optim.Optimizer,
     data: DataLoader,
     checkpoints: CheckpointManager | None,
+    world_size: int,
 ) -> tuple[int, dict[str, Any]]:
     """Load what the run goes on from, in place; the weights must be initialised or about to be overwritten.
 
@@ -44,7 +45,7 @@ def restore(
         return 0, {}
     if "dataloader" in state:
         data.load_state_dict(state["dataloader"])
-    log_changes(state.get("hyperparameters", {}), hyperparameters(config))
+    log_changes(state.get("hyperparameters", {}), hyperparameters(config, world_size))
     return step, state
 
 
@@ -79,8 +80,11 @@ def _start_from(section: Checkpoint, model: nn.Module, optimizer: torch.optim.Op
     return 0, {}
 
 
-def hyperparameters(config: JobConfig) -> dict[str, Any]:
-    """The settings whose change between a checkpoint and its resume is worth a line in the log."""
+def hyperparameters(config: JobConfig, world_size: int) -> dict[str, Any]:
+    """The settings whose change between a checkpoint and its resume is worth a line in the log.
+
+    batch_size and gradient_accumulation_steps are per rank, so that it is their product over all ranks that counts.
+    """
     optimizer, schedule, training = config.optimizer, config.lr_scheduler, config.training
     return {
         "optimizer.name": optimizer.name,
@@ -94,10 +98,15 @@ def hyperparameters(config: JobConfig) -> dict[str, Any]:
         "lr_scheduler.decay_type": schedule.decay_type,
         "lr_scheduler.lr_min": schedule.lr_min,
         "training.steps": training.steps,
-        "training.batch_size": training.batch_size,
-        "training.gradient_accumulation_steps": training.gradient_accumulation_steps,
+        "tokens per step": tokens_per_step(config, world_size),
         "training.max_norm": training.max_norm,
     }
+
+
+def tokens_per_step(config: JobConfig, world_size: int) -> int:
+    """Tokens that one step trains on, over all ranks."""
+    training = config.training
+    return training.batch_size * training.gradient_accumulation_steps * world_size * training.seq_len
 
 
 def log_changes(before: dict[str, Any], now: dict[str, Any]) -> None:

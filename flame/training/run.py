@@ -164,7 +164,7 @@ class Run:
             "step": self.step,
             "meter": self.meter.state_dict(),
             "dataloader": data_state,
-            "hyperparameters": hyperparameters(self.config),
+            "hyperparameters": hyperparameters(self.config, self.dist.world_size),
         }
 
     def end_step(self) -> None:

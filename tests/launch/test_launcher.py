@@ -105,7 +105,7 @@ def test_a_failing_rank_gives_its_own_code(stub, how, expected):
     run = start(stub, how, 2)
     output, errors = run.communicate(timeout=60)
     assert run.returncode == expected
-    assert f"ended with exit code {expected}; the logs of all ranks: {stub / 'logs'}" in errors
+    assert f"ended with {launch.describe(expected)}; the logs of all ranks: {stub / 'logs'}" in errors
     assert "DONE" not in output
     assert ("broken on purpose" in errors) == (how == "raise")
 
@@ -139,3 +139,9 @@ def test_shard_degree_is_checked_against_the_processes(monkeypatch, capsys):
     monkeypatch.setenv("NGPU", "2")
     assert launch.main([*JOB, "--training.data_parallel_shard_degree", "3"], trainer="missing") == 2
     assert "there are 2 (NNODE * NGPU): set it to -1 or 2" in capsys.readouterr().err
+
+
+def test_exit_codes_in_words():
+    assert launch.describe(3) == "exit code 3"
+    assert launch.describe(143) == "exit code 143 (killed by SIGTERM)"
+    assert "out of memory" in launch.describe(137)

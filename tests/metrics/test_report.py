@@ -21,7 +21,7 @@ def test_report_writes_the_picture_and_says_the_numbers(tmp_path):
     run = write_run(tmp_path / "demo", [8.0] * 100 + [4.5] * 20, memory_gib=1.5)
     text = write_report([run])
     assert "demo: 120 steps, 122.9K tokens, final loss 4.500, 1m 00s of training" in text
-    assert "8.0000 -> 4.5000 (mean of the last 20 logged)" in text
+    assert "8.0000 -> 4.5000 (mean of the last 20 steps)" in text
     assert "4,000 tokens/s" in text and "1.50 GiB" in text and "mfu" not in text
     assert "4.500" in (run / "loss.svg").read_text()
 

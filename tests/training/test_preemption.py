@@ -27,9 +27,13 @@ def test_a_second_signal_acts_as_before():
     seen = []
     before = signal.signal(signal.SIGTERM, lambda *_: seen.append("outer"))
     try:
-        with StopRequest(lambda flag: flag) as request:
+        now = [100.0]
+        with StopRequest(lambda flag: flag, clock=lambda: now[0]) as request:
+            os.kill(os.getpid(), signal.SIGTERM)
+            now[0] += 1  # the same request, by another way
             os.kill(os.getpid(), signal.SIGTERM)
             assert seen == []
+            now[0] += 10
             os.kill(os.getpid(), signal.SIGTERM)
             assert seen == ["outer"]
             assert request.agreed()

@@ -50,10 +50,12 @@ def test_bfloat16_is_fast_on_a_cpu_only_with_matrix_instructions(monkeypatch):
 
 def test_changed_settings_are_named(caplog):
     config = JobConfig()
-    before = hyperparameters(config)
+    config.training.batch_size = 3
+    before = hyperparameters(config, 2)
     config.optimizer.lr, config.optimizer.weight_decay = 1e-3, 0.2
-    log_changes(before, hyperparameters(config))
+    log_changes(before, hyperparameters(config, 4))
     assert [record.getMessage() for record in caplog.records] == [
         "optimizer.lr changed since the checkpoint: 0.001, was 0.0008",
         "optimizer.weight_decay changed since the checkpoint: 0.2, was 0.1",
+        "tokens per step changed since the checkpoint: 24576, was 12288",
     ]

@@ -1,0 +1,47 @@
+"""The README's commands: options are checked here, the rest is run by the tests of whole runs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+
+from flame.cli.parse import parse_args
+from flame.cli.validate import find_faults
+from flame.paths import PACKAGE_ROOT
+
+ROOT = PACKAGE_ROOT.parent
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def code_blocks(language: str) -> list[str]:
+    pattern = rf"```{language}\n(.*?)```"
+    return [block for path in DOCUMENTS for block in re.findall(pattern, path.read_text(), flags=re.DOTALL)]
+
+
+def commands(program: str) -> list[list[str]]:
+    """The arguments of every command in the documents that starts with ``program``."""
+    lines = [line for block in code_blocks("bash") for line in block.replace("\\\n", " ").splitlines()]
+    words = [shlex.split(line, comments=True) for line in lines]
+    head = shlex.split(program)
+    bare = [[word for word in line if not re.fullmatch(r"[A-Z_]+=\S*", word)] for line in words]
+    return [line[len(head) :] for line in bare if line[: len(head)] == head]
+
+
+@pytest.mark.parametrize("words", commands("bash train.sh"), ids=" ".join)
+def test_every_command_is_a_job_that_can_start(words):
+    if not words or "exp/demo/config.toml" in words:
+        return  # the demo, and what it leaves behind
+    assert find_faults(parse_args(words)) == []
+
+
+def test_there_are_commands():
+    assert len(commands("bash train.sh")) >= 4
+    assert commands("python -m flame.utils.convert_dcp_to_hf")
+
+
+def test_every_link_leads_somewhere():
+    for path in DOCUMENTS:
+        for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
+            assert target.startswith("http") or (path.parent / target).exists(), f"{path.name}: {target}"
