@@ -120,7 +120,7 @@ class LRScheduler:
 class Training:
     """Data, batch, length of the run, precision and parallel layout"""
 
-    batch_size: int = option(0, minimum=0)
+    batch_size: int = option(0, minimum=0, maximum=2**20)
     """Packed sequences per device and micro-batch. 0: 8, or 1 with training.varlen (more joins the sequences into one
     row of batch_size * seq_len tokens)."""
     seq_len: int = option(2048, minimum=1)
@@ -169,14 +169,14 @@ class Training:
     """End the run after so many passes over the data. 0: repeat it until training.steps."""
     on_bad_row: str = option("error", choices=("error", "skip"))
     """What to do with a row without text: stop and name it, or leave it out and count it."""
-    num_streams: int = option(960, minimum=1)
+    num_streams: int = option(960, minimum=1, maximum=2**20)
     """Streams that the documents are dealt to. The number of data-parallel ranks must divide it; it is part of the
     data order, so it may not change between a run and its resume."""
     ignore_data_fingerprint: bool = option(False)
     """Resume although the data is not what the checkpoint was trained on."""
     log_data_hash: bool = option(False)
     """Log a hash of each step's tokens, to compare the data of two runs."""
-    num_workers: int = option(2, minimum=0)
+    num_workers: int = option(2, minimum=0, maximum=1024)
     """Processes per rank that tokenize and pack. 0: the training process does it."""
     prefetch_factor: int = option(2, minimum=1)
     """Batches that each worker prepares ahead."""

@@ -122,6 +122,21 @@ def discard(root: Path, step: int) -> None:
     shutil.rmtree(root / f".step-{step}.tmp", ignore_errors=True)
 
 
+def set_aside(root: Path, after: int) -> list[int]:
+    """Take the checkpoints of steps later than ``after`` out of the list, as ``step-N.replaced``; the steps that went.
+
+    They belong to a course of training that was left for another one from step ``after``. Nothing is removed.
+    """
+    steps = [step for step in sorted(list_steps(root).complete) if step > after]
+    for step in steps:
+        aside = root / f"step-{step}.replaced"
+        shutil.rmtree(aside, ignore_errors=True)
+        step_folder(root, step).rename(aside)
+    if steps:
+        sync_folder(root)
+    return steps
+
+
 def purge(root: Path, keep: int, protect: Iterable[int] = ()) -> list[int]:
     """Remove all complete checkpoints but the newest ``keep`` (0: all stay); the steps that went.
 

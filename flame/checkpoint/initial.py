@@ -17,7 +17,7 @@ from flame.checkpoint.manifest import reading
 from flame.checkpoint.matching import match_names, sizes_of
 from flame.checkpoint.names import MODEL, OPTIMIZER
 from flame.checkpoint.ranks import Ranks
-from flame.checkpoint.sources import MODEL_CONFIG, StepSource, find_source
+from flame.checkpoint.sources import MODEL_CONFIG, StepSource, check_source, find_source
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,7 @@ def load_initial(
     wanted = {name: t for name, t in tensors.items() if name.startswith(MODEL) or not weights_only}
     source = ranks.together(lambda: find_source(path))
     if isinstance(source, StepSource):
+        ranks.on_main(lambda: check_source(source))
         return _load_step(source, wanted, weights_only, exclude, tied or {}, ranks)
     _load_hf_folder(source, wanted, exclude, tied or {}, ranks)
     return {}

@@ -74,6 +74,7 @@ class CheckpointManager:
         self.verify = verify
         self.ranks = Ranks(group)
         self._cleaned = False
+        self._loaded_step: int | None = None
 
     def save(
         self,
@@ -172,6 +173,7 @@ class CheckpointManager:
             UserError: no such step, names or shapes that do not match.
         """
         manifest = self._manifest(step)
+        self._loaded_step = step
         folder = folders.step_folder(self.folder, step)
         with reading(folder):
             metadata = self.ranks.together(lambda: read_metadata(folder))
@@ -201,7 +203,7 @@ class CheckpointManager:
         newer = sorted(number for number in listing.complete if number > step)
         if newer and load_step != -1:
             logger.warning(
-                "checkpoint.load_step = %d leaves newer checkpoints in %s (%s); load_step -1 would take these",
+                "checkpoint.load_step = %d leaves newer checkpoints in %s (%s); the next save sets them aside",
                 load_step,
                 self.folder,
                 ", ".join(map(str, newer)),
@@ -255,11 +257,23 @@ class CheckpointManager:
             folder = self.folder / f".step-{manifest.step}.tmp"
             write_manifest(folder, manifest)
             sync_folder(folder)
+            self._set_aside()
             folders.publish(self.folder, manifest.step)
 
         self.ranks.on_main(publish)
         if self.ranks.is_main:
             self._purge(manifest.step)
+
+    def _set_aside(self) -> None:
+        """At the first save after a load: later steps than the loaded one are of a course that this run has left."""
+        if self._loaded_step is None:
+            return
+        left = folders.set_aside(self.folder, self._loaded_step)
+        if left:
+            names = ", ".join(f"step-{step}" for step in left)
+            logger.warning("%s: %s set aside as step-N.replaced, since this run went on from step %d",
+                           self.folder, names, self._loaded_step)  # fmt: skip
+        self._loaded_step = None
 
     def _purge(self, step: int) -> None:
         try:

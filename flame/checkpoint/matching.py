@@ -46,9 +46,14 @@ def match_names(
     missing = [name for name in names if name not in stored]
     surplus = [name for name in stored if name not in wanted and name not in ignore and counts(name)]
     if strict and (missing or surplus):
+        only_optimizer = all(name.startswith(OPTIMIZER) for name in missing + surplus)
+        advice = (
+            "it was trained with another optimizer: --checkpoint.exclude_from_loading optimizer starts it afresh"
+            if only_optimizer
+            else "use the model config it was made with, or name what to leave out in checkpoint.exclude_from_loading"
+        )
         raise UserError(
-            f"{source} does not fit this model: {_count(missing, 'missing')}; {_count(surplus, 'unexpected')}; "
-            "use the model config it was made with, or name what to leave out in checkpoint.exclude_from_loading"
+            f"{source} does not fit this model: {_count(missing, 'missing')}; {_count(surplus, 'unexpected')}; {advice}"
         )
     names = [name for name in names if name in stored]
     unfit = [name for name in names if not _fits(wanted[name], stored[name], stored_vocab)]

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from flame.checkpoint import folders
 from flame.checkpoint.dcp import METADATA, read_metadata
 from flame.checkpoint.hf_weights import is_hf_folder
-from flame.checkpoint.manifest import MANIFEST, BrokenCheckpoint, Manifest
+from flame.checkpoint.manifest import CHECKSUM_LIMIT, MANIFEST, BrokenCheckpoint, Manifest, check_contents
 from flame.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -102,6 +102,20 @@ def open_step(folder: Path) -> StepSource:
     if manifest is None:
         logger.warning("%s has no %s: sizes and checksums could not be checked", folder, MANIFEST)
     return StepSource(folder, metadata, manifest)
+
+
+def check_source(source: StepSource) -> None:
+    """Compare a step folder's checksums, unless it is so large that reading it twice would take minutes.
+
+    Raises:
+        UserError: a file is damaged.
+    """
+    if source.manifest is None or source.manifest.num_bytes >= CHECKSUM_LIMIT:
+        return
+    try:
+        check_contents(source.folder, source.manifest.files)
+    except BrokenCheckpoint as error:
+        raise UserError(f"{source.folder} is broken: {error}") from error
 
 
 def read_job_config(run: Path) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from flame.checkpoint.manager import EXPORT_DTYPES
 from flame.checkpoint.manifest import reading
 from flame.checkpoint.matching import match_names
 from flame.checkpoint.names import MODEL
-from flame.checkpoint.sources import MODEL_CONFIG, TOKENIZER, StepSource, find_step, read_job_config
+from flame.checkpoint.sources import MODEL_CONFIG, TOKENIZER, StepSource, check_source, find_step, read_job_config
 from flame.errors import UserError
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ def convert_dcp_to_hf(
         UserError: no such or no complete checkpoint, no model config, or one that the weights do not fit.
     """
     source = find_step(path, step)
+    check_source(source)
     target = Path(output).expanduser() if output else source.run
     run = source.run if (source.run / MODEL_CONFIG).is_file() else target
     max_bytes = parse_size(max_shard_size)

@@ -123,10 +123,10 @@ def main(argv: list[str]) -> int:
 
     Returns the exit code: 0, or 2 with the job's faults on stderr.
     """
+    # `… | head` closes the pipe early, which is no error.
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     if wants_help(argv):
-        # `-h | head` closes the pipe early, which is no error.
-        if hasattr(signal, "SIGPIPE"):
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         print(format_help())
         return 0
     quiet = "--check" in argv

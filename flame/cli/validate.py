@@ -13,6 +13,15 @@ from flame.config import JobConfig
 from flame.options import default_of, rule_of
 from flame.paths import find_resource
 
+INSIDE_RUN_FOLDER = (
+    "checkpoint.folder",
+    "metrics.save_tb_folder",
+    "profiling.save_traces_folder",
+    "profiling.save_memory_snapshot_folder",
+)
+
+MAX_ROW = 2**31 - 1  # boundaries in a row are int32
+
 Fault = tuple[str, str]
 """The option that a fault is about, and the line that says so."""
 
@@ -80,8 +89,15 @@ def _check_files(config: JobConfig) -> Iterator[Fault]:
         path = _value(config, name)
         if path and _is_local(path) and not find_resource(path).exists():
             yield _fault(config, name, f"no such file or folder{_nearby(Path(path))}")
-    if Path(config.job.dump_folder).expanduser().is_file():
-        yield _fault(config, "job.dump_folder", "is a file; the run needs a folder")
+    try:
+        if Path(config.job.dump_folder).expanduser().is_file():
+            yield _fault(config, "job.dump_folder", "is a file; the run needs a folder")
+    except OSError as error:  # a name that is too long, for one
+        yield _fault(config, "job.dump_folder", f"is no name of a folder: {error.strerror}")
+    for name in INSIDE_RUN_FOLDER:
+        path = Path(_value(config, name))
+        if path.is_absolute() or ".." in path.parts:
+            yield _fault(config, name, "is a folder inside job.dump_folder: no absolute path, no ..")
 
 
 def _is_local(path: str) -> bool:
@@ -104,6 +120,12 @@ def _check_lengths(config: JobConfig) -> Iterator[Fault]:
     training = config.training
     if "training.context_len" in config.given and training.context_len > training.seq_len:
         yield _fault(config, "training.context_len", f"at most training.seq_len, which is {training.seq_len}")
+
+    row = training.seq_len * max(training.batch_size, 1)
+    if row > MAX_ROW:
+        yield _fault(
+            config, "training.seq_len", f"batch_size * seq_len is {row}, more than the {MAX_ROW} tokens of a row"
+        )
 
 
 def _check_optimizer(config: JobConfig) -> Iterator[Fault]:

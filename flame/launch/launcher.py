@@ -137,7 +137,10 @@ def _report_failure(rank: int, local_rank: int, code: int, log_folder: Path, lay
     logs = max(log_folder.glob("*/attempt_*"), key=lambda folder: folder.stat().st_mtime)
     print(f"flame: rank {rank} ended with {describe(code)}; the logs of all ranks: {logs}", file=sys.stderr)
     if str(local_rank) not in layout.shown_ranks.split(","):
-        last_lines = (logs / str(local_rank) / "stderr.log").read_text(errors="replace").splitlines()[-30:]
+        outputs = [
+            (logs / str(local_rank) / f"{name}.log").read_text(errors="replace") for name in ("stdout", "stderr")
+        ]
+        last_lines = [line for output in outputs for line in output.splitlines()[-30:]]
         print("".join(f"[rank {rank}] {line}\n" for line in last_lines), file=sys.stderr, end="")
 
 

@@ -40,6 +40,8 @@ def read_layout(environ: Mapping[str, str]) -> Layout:
     num_nodes = _positive(environ, "NNODE", 1)
     processes = _positive(environ, "NGPU", None) or max(1, count_gpus(environ))
     port = _positive(environ, "MASTER_PORT", 0)
+    if port >= 2**16:
+        raise UserError(f"MASTER_PORT = {port}: must be a port, below {2**16}")
     address = environ.get("MASTER_ADDR", "")
     if num_nodes > 1 and not (address and port):
         raise UserError(

@@ -46,7 +46,7 @@ def build_model(config: PretrainedConfig, trust_remote_code: bool = False) -> Bu
 
     try:
         model, recipe = build_recipe(build)
-    except (ValueError, TypeError, AssertionError, ZeroDivisionError) as fault:
+    except (ValueError, TypeError, AssertionError, ZeroDivisionError, RuntimeError) as fault:
         first_line = (str(fault).strip() or type(fault).__name__).splitlines()[0]
         raise UserError(f"model.config: no {config.model_type} model can be built from it: {first_line}") from fault
     return BuiltModel(model, recipe, tied_groups(model), no_decay_names(model))

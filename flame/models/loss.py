@@ -118,6 +118,37 @@ def _packing_arguments(model: nn.Module, input_ids: Tensor, cu_seqlens: Tensor |
 
 
 @torch.no_grad()
+def check_causal(model: nn.Module, device: torch.device | str) -> None:
+    """Prove that no hidden state moves when later tokens change: encoders can be built as causal LMs too.
+
+    Needs initialised weights and an attached training forward; under FSDP every rank must call it, and reshard after.
+
+    Raises:
+        UserError: the model looks ahead.
+    """
+    vocab_size, length = model.config.get_text_config().vocab_size, 8
+    ids = torch.arange(2 * length, device=device)[None] % vocab_size
+    changed = ids.clone()
+    changed[:, length:] = (ids[:, length:] + 1 + vocab_size // 2) % vocab_size
+    states: list[Tensor] = []
+    hook = model.get_decoder().register_forward_hook(lambda _module, _input, output: states.append(output[0]))
+    was_training = model.training
+    model.eval()
+    for row in (ids, changed):
+        model(row, labels=row)
+    model.train(was_training)
+    hook.remove()
+    one, other = (state[:, :length] for state in states)
+    # Equal, but for rounding where later tokens change how a mixture of experts groups its rows.
+    tolerance = 1e-5 if one.dtype == torch.float32 else 2e-3
+    if (one - other).norm() > tolerance * one.norm():
+        raise UserError(
+            f"{type(model).__name__} is not causal (a token's state moves when later tokens change), so that it would "
+            "learn to copy its target; use a decoder, or set is_decoder in its config where it has that"
+        )
+
+
+@torch.no_grad()
 def check_varlen_support(model: nn.Module, device: torch.device | str) -> None:
     """Prove on two short packed documents that changing the first leaves the second's loss bit-equal.
 

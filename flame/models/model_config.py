@@ -9,6 +9,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -113,7 +114,7 @@ def _from_file(path: Path, trust_remote_code: bool) -> PretrainedConfig:
     _check_keys(path, values, config_class)
     try:
         return config_class.from_dict(values)
-    except (TypeError, ValueError, KeyError, AttributeError) as fault:
+    except (TypeError, ValueError, KeyError, AttributeError, StrictDataclassError) as fault:
         raise UserError(f"{path}: {config_class.__name__} refuses the values: {fault}") from fault
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from flame.config import Comm
 from flame.errors import UserError
 
-PREPARATION_TIMEOUT = timedelta(hours=24)  # downloading and converting a dataset on each node's first rank
+T = TypeVar("T")
+SLOW_TIMEOUT = timedelta(hours=24)  # downloading and converting a dataset, writing and reading checkpoints
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class Distributed:
         local_rank: position among the processes of this node.
         world_size: number of processes; all of them are data-parallel.
         device: the device this process computes on.
+        slow_group: gloo group of all ranks for what may take long: downloads, checkpoints.
         mesh: 1-D mesh named ``dp_shard`` over all processes; real even with one process, so that one device and many
             take the same FSDP2 path.
     """
@@ -34,6 +38,7 @@ class Distributed:
     local_rank: int
     world_size: int
     device: torch.device
+    slow_group: dist.ProcessGroup
     mesh: DeviceMesh
 
     @property
@@ -66,11 +71,26 @@ class Distributed:
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
+    def on_main(self, action: Callable[[], T]) -> T | None:
+        """Rank 0's result of an action, None on the others; a UserError of rank 0 is raised on all.
+
+        Raises:
+            UserError: what the action raised.
+        """
+        result, fault = None, None
+        if self.is_main:
+            try:
+                result = action()
+            except UserError as error:
+                fault = str(error)
+        fault = self.broadcast(fault)
+        if fault is not None:
+            raise UserError(fault)
+        return result
+
     def long_barrier(self) -> None:
         """Wait for every rank for as long as a download may take, whatever the time-out of other collectives."""
-        group = dist.new_group(backend="gloo", timeout=PREPARATION_TIMEOUT)
-        dist.barrier(group=group)
-        dist.destroy_process_group(group)
+        dist.barrier(group=self.slow_group)
 
 
 def init_distributed(comm: Comm, dump_folder: str | Path) -> Distributed:
@@ -94,9 +114,17 @@ def init_distributed(comm: Comm, dump_folder: str | Path) -> Distributed:
     timeout = timedelta(seconds=comm.init_timeout_seconds)
     if not dist.is_initialized():
         bound = device if device.type == "cuda" else None
-        dist.init_process_group(backend, timeout=timeout, device_id=bound)
+        try:
+            dist.init_process_group(backend, timeout=timeout, device_id=bound)
+        except dist.DistNetworkError as error:
+            address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            raise UserError(
+                f"MASTER_ADDR and MASTER_PORT: the ranks cannot meet at {address}; leave them out on one machine, or "
+                f"give a free port ({str(error).splitlines()[0]})"
+            ) from error
     mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp_shard",))
-    return Distributed(rank=rank, local_rank=local_rank, world_size=world_size, device=device, mesh=mesh)
+    slow_group = dist.new_group(backend="gloo", timeout=SLOW_TIMEOUT)
+    return Distributed(rank, local_rank, world_size, device, slow_group, mesh)
 
 
 def _pick_device(local_rank: int) -> torch.device:

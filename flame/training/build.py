@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from flame.checkpoint.artifacts import save_run_artifacts
+from flame.checkpoint.artifacts import plain_config, save_run_artifacts
 from flame.checkpoint.manager import CheckpointManager
 from flame.checkpoint.sources import MODEL_CONFIG
 from flame.cli.job_file import to_toml
@@ -27,10 +28,11 @@ from flame.metrics.meter import StepMeter
 from flame.models import BuiltModel, build_model, find_blocks, init_weights, load_model_config
 from flame.models.backend import check_supported, setup_backend
 from flame.models.flops import FlopCounter, num_parameters
-from flame.models.loss import attach_training_forward, check_varlen_support, is_fla_model
+from flame.models.loss import attach_training_forward, check_causal, check_varlen_support, is_fla_model
 from flame.parallel.distributed import Distributed, init_distributed
 from flame.parallel.fsdp import reshard, shard_model
 from flame.training.finish import check_finish
+from flame.training.lock import RunFolderLock
 from flame.training.optimizer import build_optimizer
 from flame.training.preemption import StopRequest
 from flame.training.profiling import Profiler, check_profiling
@@ -52,7 +54,17 @@ def build_run(config: JobConfig) -> Run:
     set_determinism(config.training.deterministic)
     check_degrees(config, dist.world_size)
     check_profiling(config.profiling, dist.device)
-    checkpoints = build_checkpoints(config)
+    lock = dist.on_main(lambda: RunFolderLock(config.job.dump_folder))
+    try:
+        return _build_locked(config, dist, lock)
+    except BaseException:
+        if lock is not None:
+            lock.release()
+        raise
+
+
+def _build_locked(config: JobConfig, dist: Distributed, lock: RunFolderLock | None) -> Run:
+    checkpoints = build_checkpoints(config, dist)
     resume_step = None if checkpoints is None else checkpoints.find_step(config.checkpoint.load_step)
 
     tokenizer = load_tokenizer(config.model.tokenizer_path, config.model.trust_remote_code)
@@ -73,7 +85,7 @@ def build_run(config: JobConfig) -> Run:
     flops = FlopCounter(built.model)
     model = shard_and_initialise(config, built, dist)
     optimizer = build_optimizer(model, config.optimizer, built.no_decay)
-    step, state = restore(config, resume_step, model, optimizer, data, checkpoints, dist.world_size)
+    step, state = restore(config, resume_step, model, optimizer, data, checkpoints, dist)
     if dist.is_main:  # only now: a job that does not fit the folder's checkpoints must not overwrite what explains them
         write_run_folder(config, model_config, tokenizer, dist.world_size)
         describe_job(config, built, backend, dist, step)
@@ -93,6 +105,7 @@ def build_run(config: JobConfig) -> Run:
         profiler=Profiler(config.profiling, config.job.dump_folder, dist.device, dist.rank, last_step=step),
         gc=GarbageCollector(config.training.gc_freq),
         stop_request=StopRequest(dist.max),
+        lock=lock,
         step=step,
         saved_step=step if state else -1,
     )
@@ -127,8 +140,10 @@ def shard_and_initialise(config: JobConfig, built: BuiltModel, dist: Distributed
     init_weights(model, built.recipe, training.seed, built.tied)
     if config.model.print_after_conversion:
         logger.info("%s", model)
-    if training.varlen and not is_fla_model(model):
-        check_varlen_support(model, dist.device)
+    if not is_fla_model(model):
+        check_causal(model, dist.device)
+        if training.varlen:
+            check_varlen_support(model, dist.device)
         reshard(model)
     return model.train()
 
@@ -140,27 +155,37 @@ def compute_dtype(choice: str, device: torch.device) -> str:
     return "bfloat16" if has_fast_bfloat16(device) else "float32"
 
 
-def build_checkpoints(config: JobConfig) -> CheckpointManager | None:
+def build_checkpoints(config: JobConfig, dist: Distributed) -> CheckpointManager | None:
     """The run's checkpoint folder, or None with checkpoints turned off."""
     section = config.checkpoint
     if not section.enable_checkpoint:
         return None
     folder = Path(config.job.dump_folder) / section.folder
-    return CheckpointManager(folder, section.keep_latest_k, verify=section.verify)
+    return CheckpointManager(folder, section.keep_latest_k, verify=section.verify, group=dist.slow_group)
+
+
+# Keys of a model config that change how it is computed or kept, not what it computes.
+FREE_KEYS = re.compile(r"fuse_.*|transformers_version|dtype|torch_dtype|_.*|use_cache|architectures")
 
 
 def check_same_model(dump_folder: Path, model_config: PretrainedConfig) -> None:
-    """Refuse a model of another family than that of the run folder's checkpoints.
+    """Refuse a model other than that of the run folder's checkpoints: equal shapes would load without a word.
 
     Raises:
-        UserError: names both.
+        UserError: names each key of the config that differs.
     """
     path = dump_folder / MODEL_CONFIG
-    saved = json.loads(path.read_text())["model_type"] if path.is_file() else model_config.model_type
-    if saved != model_config.model_type:
+    if not path.is_file():
+        return
+    saved, now = json.loads(path.read_text()), plain_config(model_config)
+    changed = [key for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)]
+    if "model_type" in changed:
+        changed = ["model_type"]
+    changes = [f"{key} = {now.get(key)!r}, was {saved.get(key)!r}" for key in changed if not FREE_KEYS.fullmatch(key)]
+    if changes:
         raise UserError(
-            f"model.config is a {model_config.model_type}, but the checkpoints in {dump_folder} are of a {saved}: "
-            "give another job.dump_folder, or the model that the run began with"
+            f"model.config differs from that of the checkpoints in {dump_folder}: {'; '.join(changes)}. Give another "
+            "job.dump_folder (checkpoint.initial_load_path starts it from these weights), or the config it began with"
         )
 
 

@@ -13,6 +13,7 @@ from flame.checkpoint.manager import CheckpointManager
 from flame.checkpoint.names import create_optimizer_state, model_tensors, optimizer_tensors, tied_names
 from flame.config import Checkpoint, JobConfig
 from flame.data.loader import DataLoader
+from flame.parallel.distributed import Distributed
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ def restore(
     optimizer: torch.optim.Optimizer,
     data: DataLoader,
     checkpoints: CheckpointManager | None,
-    world_size: int,
+    dist: Distributed,
 ) -> tuple[int, dict[str, Any]]:
     """Load what the run goes on from, in place; the weights must be initialised or about to be overwritten.
 
@@ -40,12 +41,12 @@ def restore(
     if step is not None:
         state = _resume(section, step, model, optimizer, checkpoints)
     elif section.initial_load_path:
-        step, state = _start_from(section, model, optimizer)
+        step, state = _start_from(section, model, optimizer, dist)
     else:
         return 0, {}
     if "dataloader" in state:
         data.load_state_dict(state["dataloader"])
-    log_changes(state.get("hyperparameters", {}), hyperparameters(config, world_size))
+    log_changes(state.get("hyperparameters", {}), hyperparameters(config, dist.world_size))
     return step, state
 
 
@@ -65,7 +66,9 @@ def _resume(
     return state
 
 
-def _start_from(section: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, dict[str, Any]]:
+def _start_from(
+    section: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, dist: Distributed
+) -> tuple[int, dict[str, Any]]:
     """Begin at step 0 with other weights, and with the optimizer's state too when asked for.
 
     The data starts anew: this is how a run is annealed on new data.
@@ -75,7 +78,8 @@ def _start_from(section: Checkpoint, model: nn.Module, optimizer: torch.optim.Op
     if not weights_only:
         create_optimizer_state(optimizer)
         tensors |= optimizer_tensors(model, optimizer)
-    load_initial(section.initial_load_path, tensors, weights_only, section.exclude_from_loading, tied_names(model))
+    exclude, tied = section.exclude_from_loading, tied_names(model)
+    load_initial(section.initial_load_path, tensors, weights_only, exclude, tied, dist.slow_group)
     logger.info("starting from %s (%s)", section.initial_load_path, "weights" if weights_only else "weights, optimizer")
     return 0, {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from flame.metrics.logger import MetricLogger
 from flame.metrics.meter import StepMeter
 from flame.models.flops import FlopCounter
 from flame.parallel.distributed import Distributed
+from flame.training.lock import RunFolderLock
 from flame.training.preemption import StopRequest
 from flame.training.profiling import Profiler
 from flame.training.restore import hyperparameters
@@ -57,6 +59,7 @@ class Run:
     profiler: Profiler
     gc: GarbageCollector
     stop_request: StopRequest
+    lock: RunFolderLock | None
     step: int = 0
     lr: float = 0.0
     saved_step: int = -1
@@ -117,6 +120,10 @@ class Run:
         if self._data_hash is not None:
             row["data_hash"] = self._data_hash
         self.metrics.log(row)
+        if not math.isfinite(row["loss"]):
+            logger.warning(
+                "the loss is not finite: a lower optimizer.lr, more warm-up or training.skip_nan_inf may help"
+            )
         limit = self.config.training.max_consecutive_skips
         if self.meter.consecutive_skips >= limit:
             raise UserError(
@@ -184,3 +191,5 @@ class Run:
         self.data.close()
         self.metrics.close()
         self.gc.close()
+        if self.lock is not None:
+            self.lock.release()

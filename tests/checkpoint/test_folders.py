@@ -1,6 +1,15 @@
 import pytest
 
-from flame.checkpoint.folders import choose_step, clean, list_steps, publish, purge, start_writing, step_folder
+from flame.checkpoint.folders import (
+    choose_step,
+    clean,
+    list_steps,
+    publish,
+    purge,
+    set_aside,
+    start_writing,
+    step_folder,
+)
 from flame.checkpoint.manifest import FileEntry, Manifest, reading, write_manifest
 from flame.errors import UserError
 
@@ -102,3 +111,10 @@ def test_clean_puts_back_a_step_whose_successor_was_not_published(tmp_path):
     step_folder(tmp_path, 1).rename(tmp_path / ".step-1.old")
     assert clean(tmp_path) == [".step-1.tmp"]
     assert (step_folder(tmp_path, 1) / "a.distcp").read_text() == "weights"
+
+
+def test_steps_of_a_course_that_was_left_are_set_aside(tmp_path):
+    make(tmp_path, 2, 4, 6)
+    assert set_aside(tmp_path, 2) == [4, 6]
+    assert sorted(list_steps(tmp_path).complete) == [2]
+    assert (tmp_path / "step-6.replaced" / "manifest.json").exists()

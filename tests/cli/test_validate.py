@@ -89,6 +89,14 @@ def test_edges_that_are_allowed(words):
             "--training.context_len = 2048: at most training.seq_len, which is 1024",
         ),
         (
+            ["--training.seq_len", "70000", "--training.batch_size", "70000"],
+            "--training.seq_len = 70000: batch_size * seq_len is 4900000000, more than the 2147483647 tokens of a row",
+        ),
+        (
+            ["--checkpoint.folder", "../elsewhere"],
+            '--checkpoint.folder = "../elsewhere": is a folder inside job.dump_folder: no absolute path, no ..',
+        ),
+        (
             ["--optimizer.name", "SGD", "--optimizer.implementation", "fused"],
             '--optimizer.implementation = "fused": SGD over sharded parameters has no fused form; use foreach',
         ),

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForCondit
 
 from flame.errors import UserError
 from flame.models.backend import setup_backend, uninstall
-from flame.models.loss import attach_training_forward, check_varlen_support, document_position_ids
+from flame.models.loss import attach_training_forward, check_causal, check_varlen_support, document_position_ids
 from flame.paths import find_resource
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "intermediate_size": 48}
@@ -18,6 +18,9 @@ NATIVE = {
     "llama": {"num_attention_heads": 2, "num_key_value_heads": 1},
     "gemma2": {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "final_logit_softcapping": 0.5},
     "granite": {"num_attention_heads": 2, "num_key_value_heads": 1, "logits_scaling": 4.0},
+    "mixtral": {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4},
+    "gpt2": {"n_head": 2, "n_inner": 48},
+    "bert": {"num_attention_heads": 2},
     "cohere": {"num_attention_heads": 2, "num_key_value_heads": 1, "logit_scale": 0.25},
 }
 UNFUSED = {"fuse_cross_entropy": False}
@@ -151,6 +154,14 @@ def test_a_native_model_that_mixes_documents_is_refused():
     with pytest.raises(UserError, match="mixes packed documents"):
         check_varlen_support(model, "cpu")
     assert model.training
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_encoder_is_refused_and_decoders_are_not(dtype):
+    for model_type in ("llama", "gpt2", "mixtral"):
+        check_causal(attach_training_forward(native_model(model_type)).to(dtype), "cpu")
+    with pytest.raises(UserError, match="BertLMHeadModel is not causal"):
+        check_causal(attach_training_forward(native_model("bert")).to(dtype), "cpu")
 
 
 def test_positions_restart_at_each_document():
