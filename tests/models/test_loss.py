@@ -18,9 +18,6 @@ NATIVE = {
     "llama": {"num_attention_heads": 2, "num_key_value_heads": 1},
     "gemma2": {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "final_logit_softcapping": 0.5},
     "granite": {"num_attention_heads": 2, "num_key_value_heads": 1, "logits_scaling": 4.0},
-    "mixtral": {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4},
-    "gpt2": {"n_head": 2, "n_inner": 48},
-    "bert": {"num_attention_heads": 2},
     "cohere": {"num_attention_heads": 2, "num_key_value_heads": 1, "logit_scale": 0.25},
 }
 UNFUSED = {"fuse_cross_entropy": False}
@@ -158,10 +155,12 @@ def test_a_native_model_that_mixes_documents_is_refused():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_encoder_is_refused_and_decoders_are_not(dtype):
-    for model_type in ("llama", "gpt2", "mixtral"):
-        check_causal(attach_training_forward(native_model(model_type)).to(dtype), "cpu")
+    heads = {"num_attention_heads": 2}
+    decoders = {"llama": {}, "gpt2": heads, "mixtral": heads | {"num_key_value_heads": 1, "num_local_experts": 4}}
+    for model_type, options in decoders.items():
+        check_causal(attach_training_forward(native_model(model_type, **options)).to(dtype), "cpu")
     with pytest.raises(UserError, match="BertLMHeadModel is not causal"):
-        check_causal(attach_training_forward(native_model("bert")).to(dtype), "cpu")
+        check_causal(attach_training_forward(native_model("bert", **heads)).to(dtype), "cpu")
 
 
 def test_positions_restart_at_each_document():
