@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -50,6 +51,24 @@ def build_model(config: PretrainedConfig, trust_remote_code: bool = False) -> Bu
         first_line = (str(fault).strip() or type(fault).__name__).splitlines()[0]
         raise UserError(f"model.config: no {config.model_type} model can be built from it: {first_line}") from fault
     return BuiltModel(model, recipe, tied_groups(model), no_decay_names(model))
+
+
+def check_positions(model: nn.Module, length: int) -> None:
+    """Refuse documents longer than a model's table of learned positions.
+
+    Args:
+        length: tokens of the longest document that the model will see.
+
+    Raises:
+        UserError: names the table, its size and the length.
+    """
+    for name, module in model.named_modules():
+        is_positions = isinstance(module, nn.Embedding) and re.search(r"wpe|position", name.rpartition(".")[2])
+        if is_positions and module.num_embeddings < length:
+            raise UserError(
+                f"training.context_len = {length}: the model's learned positions ({name}) end at "
+                f"{module.num_embeddings}; use that at most, with training.varlen, or make the table longer"
+            )
 
 
 def no_decay_names(model: nn.Module) -> frozenset[str]:

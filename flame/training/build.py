@@ -25,7 +25,7 @@ from flame.metrics.console import log_to_file, setup_logging
 from flame.metrics.env import write_env
 from flame.metrics.logger import MetricLogger
 from flame.metrics.meter import StepMeter
-from flame.models import BuiltModel, build_model, find_blocks, init_weights, load_model_config
+from flame.models import BuiltModel, build_model, check_positions, find_blocks, init_weights, load_model_config
 from flame.models.backend import check_supported, setup_backend
 from flame.models.flops import FlopCounter, num_parameters
 from flame.models.loss import attach_training_forward, check_causal, check_varlen_support, is_fla_model
@@ -72,7 +72,7 @@ def _build_locked(config: JobConfig, dist: Distributed, lock: RunFolderLock | No
         config.model.backend,
         dist.device.type,
         config.model.attention_backend,
-        config.training.context_len if config.training.varlen else config.training.seq_len,
+        document_len(config),
     )
     model_config = load_model_config(config.model, tokenizer)
     check_supported(model_config, backend)
@@ -82,6 +82,7 @@ def _build_locked(config: JobConfig, dist: Distributed, lock: RunFolderLock | No
     prepare = local_leader_first(dist.is_local_main, dist.long_barrier)
     data = build_dataloader(config, tokenizer, dist.rank, dist.world_size, prepare, dist.gather)
     built = build_model(model_config, config.model.trust_remote_code)
+    check_positions(built.model, document_len(config))
     flops = FlopCounter(built.model)
     model = shard_and_initialise(config, built, dist)
     optimizer = build_optimizer(model, config.optimizer, built.no_decay)
@@ -109,6 +110,11 @@ def _build_locked(config: JobConfig, dist: Distributed, lock: RunFolderLock | No
         step=step,
         saved_step=step if state else -1,
     )
+
+
+def document_len(config: JobConfig) -> int:
+    """Tokens of the longest stretch that the model sees as one."""
+    return config.training.context_len if config.training.varlen else config.training.seq_len
 
 
 def write_run_folder(config: JobConfig, model_config: PretrainedConfig, tokenizer, world_size: int) -> None:

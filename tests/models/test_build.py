@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 
 from flame.errors import UserError
 from flame.models.backend import setup_backend
-from flame.models.build import build_model, no_decay_names
+from flame.models.build import build_model, check_positions, no_decay_names
 from tests.models.families import FAMILIES, build_eagerly, tiny_config
 
 
@@ -83,3 +83,11 @@ def test_refused_values_are_the_users():
     config.expand_v = 0.7
     with pytest.raises(UserError, match="no gated_deltanet model can be built"):
         build_model(config)
+
+
+def test_documents_longer_than_learned_positions_are_refused():
+    config = AutoConfig.for_model("gpt2", n_embd=32, n_layer=1, n_head=2, vocab_size=64, n_positions=16)
+    model = build_model(config).model
+    check_positions(model, 16)
+    with pytest.raises(UserError, match=r"context_len = 17.*wpe.*end at 16"):
+        check_positions(model, 17)
