@@ -1,0 +1,102 @@
+"""All data-parallel ranks of a job in one process, without a process group: their loaders, stepped together."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+from flame.config import JobConfig
+from flame.data.batch import Batch
+from flame.data.loader import build_dataloader
+
+
+class LocalRanks:
+    """The loaders that ``dp_size`` ranks of a training run would build, one for each rank.
+
+    Args:
+        config: the job.
+        tokenizer: a Hugging Face tokenizer.
+        dp_size: data-parallel ranks.
+        data_state: where to begin, what ``merge_state_dicts`` made; None for the beginning.
+
+    Raises:
+        UserError: the data cannot be used as configured.
+    """
+
+    def __init__(self, config: JobConfig, tokenizer, dp_size: int, data_state: dict | None = None):
+        self._turns = TakingTurns(dp_size)
+        self.loaders = [
+            build_dataloader(config, tokenizer, rank, dp_size, gather=self._turns.gather_for(rank))
+            for rank in range(dp_size)
+        ]
+        if data_state is not None:
+            for loader in self.loaders:
+                loader.load_state_dict(data_state)
+
+    def next_step(self) -> list[list[Batch]] | None:
+        """Each rank's microbatches of the next step, or None when ``training.max_epochs`` is over.
+
+        Raises:
+            UserError: a row is bad.
+        """
+        steps = self._turns.run([loader.next_step for loader in self.loaders])
+        return None if steps[0] is None else steps
+
+    def epochs(self) -> dict[str, float]:
+        """Passes over each source so far."""
+        parts = [loader.epochs() for loader in self.loaders]
+        return {name: sum(part[name] for part in parts) / len(parts) for name in parts[0]}
+
+    def close(self) -> None:
+        """End the loaders' workers."""
+        for loader in self.loaders:
+            loader.close()
+
+
+class TakingTurns:
+    """Runs one function for each rank, in threads of which only one moves at a time; they meet where they gather.
+
+    Taking turns makes it safe to fork workers: no other thread holds a lock of the tokenizer or of Arrow then.
+    """
+
+    def __init__(self, size: int):
+        self._values: list = [None] * size
+        self._turn = threading.Lock()
+        self._meeting = threading.Barrier(size)
+
+    def gather_for(self, rank: int):
+        """A function that gives every rank's value on every rank, for ``rank`` to call."""
+
+        def gather(value) -> list:
+            self._values[rank] = copy.deepcopy(value)
+            self._turn.release()
+            try:
+                self._meeting.wait()
+                values = copy.deepcopy(self._values)
+                self._meeting.wait()  # nobody puts in the next value before all have taken these
+            finally:
+                self._turn.acquire()
+            return values
+
+        return gather
+
+    def run(self, functions: list) -> list:
+        """The functions' results by rank, None for one that raised StopIteration; the first other error is raised."""
+        with ThreadPoolExecutor(len(functions)) as pool:
+            futures = [pool.submit(self._run_one, function) for function in functions]
+        errors = [error for future in futures if (error := future.exception())]
+        causes = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)]
+        if errors:
+            raise (causes or errors)[0]
+        return [future.result() for future in futures]
+
+    def _run_one(self, function):
+        with self._turn:
+            try:
+                return function()
+            except StopIteration:
+                return None
+            except BaseException:
+                self._meeting.abort()  # or the others would wait for this rank for ever
+                raise
