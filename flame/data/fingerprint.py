@@ -15,10 +15,13 @@ NUM_SAMPLED_ROWS = 32
 
 def plan_fingerprint(plan: DataPlan, training) -> dict:
     """Plain data that is equal when, and mostly only when, the plans give the same sequences."""
+    order = {"seed": training.seed, "shuffle": training.shuffle}
+    if len(plan.sources) > 1:
+        order["probabilities"] = plan.mixture.probabilities.tolist()
     return {
         "sources": [source_fingerprint(source) for source in plan.sources],
         "tokenizer": plan.encoder.fingerprint(),
-        "order": {"seed": training.seed, "shuffle": training.shuffle},
+        "order": order,
         "packing": {"seq_len": plan.seq_len, "context_len": plan.context_len, "varlen": training.varlen},
     }
 

@@ -9,9 +9,10 @@ import torch
 
 from flame.data.batch import Batch, join_sequences
 from flame.data.fingerprint import plan_fingerprint
+from flame.data.mixture import Mixture
 from flame.data.order import RowOrder
 from flame.data.pack import Sequence, StreamBuffer, pack_sequence
-from flame.data.sources import open_source, source_specs
+from flame.data.sources import open_sources
 from flame.data.state import STATE_VERSION, StreamState, check_fingerprint
 from flame.data.streams import DataPlan
 from flame.data.tokenize import DocumentEncoder
@@ -66,7 +67,7 @@ class DataLoader:
         self.turn = 0  # the stream that the next sequence comes from
         self.is_draining = False  # streams have ended; this rank makes the sequences of all that go on
         self.own_streams = range(dp_rank, plan.num_streams, dp_size)
-        self.states = {number: StreamState([0] * len(plan.sources)) for number in self.own_streams}
+        self.states = {number: plan.start_state(number) for number in self.own_streams}
         self.pool: SequencePool | None = None
 
     def next_step(self) -> list[Batch]:
@@ -127,10 +128,11 @@ class DataLoader:
 
     def epochs(self) -> dict[str, float]:
         """Passes over each source so far, judged by this rank's streams."""
-        return {
-            source.name: sum(state.cursors[index] for state in self._own_states()) * self.dp_size / len(source)
-            for index, source in enumerate(self.plan.sources)
-        }
+        epochs = {}
+        for index, (source, order) in enumerate(zip(self.plan.sources, self.plan.orders, strict=True)):
+            cursors = {number: self.states[number].cursors[index] for number in self.own_streams}
+            epochs[source.name] = order.epochs(cursors, self.plan.num_streams)
+        return epochs
 
     @property
     def num_skipped_rows(self) -> int:
@@ -235,9 +237,7 @@ def build_dataloader(
     """
     training = config.training
     with prepare or nullcontext():
-        sources = [open_source(spec, training.text_column) for spec in source_specs(training)]
-    if len(sources) != 1:
-        raise UserError(f"--training.dataset names {len(sources)} datasets; give one")
+        sources = open_sources(training)
     encoder = DocumentEncoder(tokenizer, training.add_bos, training.add_eos)
     context_len = min(training.context_len, training.seq_len) if training.varlen else training.seq_len
     plan = DataPlan(
@@ -249,5 +249,6 @@ def build_dataloader(
         context_len=context_len,
         max_epochs=training.max_epochs,
         skip_bad_rows=training.on_bad_row == "skip",
+        mixture=Mixture(training.data_probs or [1.0] * len(sources), training.seed),
     )
     return DataLoader(plan, plan_fingerprint(plan, training), training, dp_rank, dp_size, gather)

@@ -28,3 +28,15 @@ class RowOrder:
         if self.shuffle == "none":
             return index
         return permute(index, epoch, self.num_rows, self.key)
+
+    def start(self, stream: int, num_streams: int) -> int:
+        """A stream's cursor before its first row. The row at cursor c has virtual position stream + c * num_streams."""
+        return 0
+
+    def end(self, stream: int, num_streams: int, max_epochs: int) -> int:
+        """The cursor of a stream behind its last row of ``max_epochs`` epochs."""
+        return max(0, -(-(max_epochs * self.num_rows - stream) // num_streams))
+
+    def epochs(self, cursors: dict[int, int], num_streams: int) -> float:
+        """Passes over the source that all streams have made, judged by the ``cursors`` of some of them."""
+        return sum(cursors.values()) / len(cursors) * num_streams / self.num_rows

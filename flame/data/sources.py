@@ -32,22 +32,25 @@ def source_specs(training) -> list[SourceSpec]:
 
     A single value of a sibling list serves every dataset; with one dataset, ``data_files`` lists its files.
     """
-    datasets = training.dataset
 
-    def value_for(values: list[str], number: int, default: str) -> str:
+    def value_for(values: list[str], number: int, default: str = "") -> str:
         if not values:
             return default
         return values[number] if len(values) > 1 else values[0]
 
+    def files_for(number: int) -> tuple[str, ...]:
+        files = training.data_files if len(training.dataset) == 1 else [value_for(training.data_files, number)]
+        return tuple(file for file in files if file)
+
     return [
         SourceSpec(
             dataset,
-            value_for(training.dataset_name, number, ""),
+            value_for(training.dataset_name, number),
             value_for(training.dataset_split, number, "train"),
-            value_for(training.data_dir, number, ""),
-            tuple(training.data_files) if len(datasets) == 1 else tuple(training.data_files[number : number + 1]),
+            value_for(training.data_dir, number),
+            files_for(number),
         )
-        for number, dataset in enumerate(datasets)
+        for number, dataset in enumerate(training.dataset)
     ]
 
 
@@ -121,6 +124,22 @@ class DatasetSource:
 
     def __getstate__(self) -> dict:
         return {**self.__dict__, "chunks": None}  # a process that is not forked maps the files anew
+
+
+def open_sources(training) -> list[Source]:
+    """Open every source that the ``[training]`` section names; sources of one dataset get names of their own.
+
+    Raises:
+        UserError: one of them does not exist or cannot be used.
+    """
+    specs = source_specs(training)
+    sources = [open_source(spec, training.text_column) for spec in specs]
+    names = [spec.dataset for spec in specs]
+    if len(set(names)) < len(names):
+        names = [":".join(filter(None, (spec.dataset, spec.name, spec.data_dir, *spec.data_files))) for spec in specs]
+    for number, (name, source) in enumerate(zip(names, sources, strict=True), start=1):
+        source.name = name if names.count(name) == 1 else f"{name} ({number})"
+    return sources
 
 
 def open_source(spec: SourceSpec, text_column: str = "") -> Source:

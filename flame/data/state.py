@@ -14,8 +14,7 @@ class StreamState:
     """The next unused token of one stream.
 
     Attributes:
-        cursors: per source, documents that the stream has finished; its next one stands at virtual position
-            ``stream + cursor * num_streams``.
+        cursors: per source, where the stream's next document stands there, as the source's order counts.
         draws: documents finished over all sources: the counter of the draw that chooses the next source.
         offset: tokens used of the document in hand.
         skipped: bad rows left out so far.
@@ -25,13 +24,6 @@ class StreamState:
     draws: int = 0
     offset: int = 0
     skipped: int = 0
-
-    def finish_document(self, source: int, skipped: bool) -> None:
-        """Step to the start of the next document."""
-        self.cursors[source] += 1
-        self.draws += 1
-        self.offset = 0
-        self.skipped += skipped
 
     def to_list(self) -> list[int]:
         """The state as plain integers: offset, draws, skipped, then one cursor per source."""

@@ -41,7 +41,7 @@ def make_plan(texts, seq_len, num_streams=1, context_len=None, shuffle="global",
 def make_config(dataset: str, **training) -> JobConfig:
     """A job on ``dataset`` with small sequences, in this process, and the given ``[training]`` values."""
     config = JobConfig()
-    values = {"dataset": [dataset], "seq_len": 8, "batch_size": 2, "num_workers": 0, "num_streams": 60}
+    values = {"dataset": dataset.split(","), "seq_len": 8, "batch_size": 2, "num_workers": 0, "num_streams": 60}
     for name, value in {**values, "log_data_hash": True, **training}.items():
         setattr(config.training, name, value)
     return config
