@@ -69,8 +69,10 @@ def split_sequences(batch: Batch) -> Iterator[SequenceView]:
 def _cut_after_masked(labels: np.ndarray) -> list[int]:
     """Document boundaries of a sequence that came without: every document's last token has no target."""
     masked = labels == IGNORE_INDEX
-    num_padding = int(np.argmin(masked[::-1])) if not masked.all() else len(masked)
-    end = len(labels) - max(0, num_padding - 1)  # of several masked tokens at the end the first closes a document
+    if masked.all():  # nothing but padding
+        return [0, len(labels)]
+    num_masked = int(np.argmin(masked[::-1]))
+    end = len(labels) - max(0, num_masked - 1)  # of several masked tokens at the end the first closes a document
     ends = (np.flatnonzero(masked[:end]) + 1).tolist()
     return sorted({0, *ends, len(labels)})
 
