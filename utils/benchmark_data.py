@@ -2,11 +2,11 @@
 
     python utils/benchmark_data.py [--seq_lens 2048,65536] [--workers 0,1,2] [--json FILE]
 
-Each case warms the pipeline up until the streams hold as much read ahead as they ever will, then alternates: a stretch
-of the pipeline, and the tokenizer alone (``encode_batch_fast``, one thread, batches of 1,000 rows) on the documents that
-the pipeline used in that stretch, in the same order. With workers both run in as many forked processes. The figure of a
-case is the median over its pairs. Beside the clock stands processor time, of the workers or, without any, of this
-process: the one to look at on a machine that is busy with other things.
+Each case warms the pipeline up until the streams hold as much read ahead as they ever will, then alternates: a
+stretch of the pipeline, and the tokenizer alone (``encode_batch_fast``, one thread, batches of 1,000 rows) on the
+documents that the pipeline used in that stretch, in the same order. With workers both run in as many forked processes.
+The figure of a case is the median over its pairs. Beside the clock stands processor time, of the workers or, without
+any, of this process: the one to look at on a machine that is busy with other things.
 """
 
 from __future__ import annotations
