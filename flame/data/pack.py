@@ -24,6 +24,7 @@ class Sequence:
         cu_seqlens: int32 [pieces + 1], from 0 to seq_len, strictly increasing.
         state: the stream's state once this sequence is consumed, for ``StreamState.from_list``.
         is_last: the stream has no token after this sequence (only with ``training.max_epochs``).
+        is_empty: the stream had no token for this sequence either.
     """
 
     input_ids: np.ndarray
@@ -31,6 +32,7 @@ class Sequence:
     cu_seqlens: np.ndarray
     state: list[int]
     is_last: bool = False
+    is_empty: bool = False
 
 
 @dataclass

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from flame.data.columns import UnreadableRow
 from flame.data.documents import Documents
 from flame.data.sources import Source
 from flame.data.tokenize import DocumentEncoder
 from flame.errors import UserError
-
-
-class UnreadableRow:
-    """Stands for a row whose bytes could not be read."""
-
-    def __init__(self, error: Exception):
-        self.reason = f"it cannot be read ({type(error).__name__}: {error})"
 
 
 def read_rows(source: Source, rows: list[int], encoder: DocumentEncoder, skip_bad_rows: bool) -> Documents:

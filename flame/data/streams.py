@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,6 +13,9 @@ from flame.data.mixture import Mixture
 from flame.data.order import RowOrder
 from flame.data.pack import Sequence, StreamBuffer, pack_sequence
 from flame.data.rows import encode_values
+from flame.data.shard_order import ShardOrder
+from flame.data.shard_walk import ShardWalk
+from flame.data.shards import ShardedSource
 from flame.data.sources import Source
 from flame.data.state import StreamState
 from flame.data.tokenize import DocumentEncoder
@@ -34,9 +37,9 @@ class DataPlan:
 
     Attributes:
         sources: where rows come from.
-        orders: for each source, which row stands at a virtual position.
+        orders: for each source, which of its rows a stream gets, and when.
         encoder: rows to token ids.
-        num_streams: S; stream s visits the virtual positions s, s + S, s + 2S, ... of a source.
+        num_streams: S, the number of streams that the rows are dealt to.
         seq_len: tokens in a sequence.
         context_len: most tokens of one piece.
         max_epochs: passes over each source, 0 for no end.
@@ -44,8 +47,8 @@ class DataPlan:
         mixture: which source each document of a stream comes from.
     """
 
-    sources: list[Source]
-    orders: list[RowOrder]
+    sources: list[Source | ShardedSource]
+    orders: list[RowOrder | ShardOrder]
     encoder: DocumentEncoder
     num_streams: int
     seq_len: int
@@ -56,13 +59,13 @@ class DataPlan:
 
     def start_state(self, stream: int) -> StreamState:
         """The state of a stream that has not begun."""
-        return StreamState([order.start(stream, self.num_streams) for order in self.orders])
+        return StreamState([order.start(stream) for order in self.orders])
 
     def end_cursor(self, stream: int, source: int) -> int:
         """The stream's cursor behind the last document that it draws from a source in all its epochs."""
         if not self.max_epochs:
             return NO_END
-        return self.orders[source].end(stream, self.num_streams, self.max_epochs)
+        return self.orders[source].end(stream, self.max_epochs)
 
     def is_finished(self, stream: int, state: StreamState) -> bool:
         """Whether the stream has used all its documents of all sources."""
@@ -71,7 +74,23 @@ class DataPlan:
     def open_walk(self, source: int, cursors: dict[int, int]) -> Walk:
         """A walk over a source from the given cursors of some streams."""
         ends = {stream: self.end_cursor(stream, source) for stream in cursors}
-        return RowWalk(self.sources[source], self.orders[source], self.num_streams, cursors, ends)
+        order = self.orders[source]
+        walk = ShardWalk if isinstance(order, ShardOrder) else RowWalk
+        return walk(self.sources[source], order, cursors, ends)
+
+    def has_empty_stream(self, streams: Iterable[int]) -> bool:
+        """Whether one of ``streams``, none of which has begun, will turn out to have no document at all.
+
+        That happens when fewer rows than streams share a lane, which shows only in the shards themselves.
+        """
+        if any(order.num_lanes == self.num_streams for order in self.orders if isinstance(order, ShardOrder)):
+            return False
+        starts = {stream: self.start_state(stream).cursors for stream in streams}
+        walks = [
+            self.open_walk(source, {stream: cursors[source] for stream, cursors in starts.items()})
+            for source in self.mixture.drawn
+        ]
+        return any(not any(walk.available(stream, 1) for walk in walks) for stream in starts)
 
 
 @dataclass(eq=False)
@@ -124,9 +143,11 @@ class StreamReader:
         while self.streams:
             for stream in list(self.streams):
                 self._fill(stream, plan.seq_len)
+                is_empty = not stream.buffer.num_tokens
                 sequence = pack_sequence(stream.buffer, plan.seq_len, plan.context_len, plan.encoder.pad_id)
                 if plan.max_epochs and not self._fill(stream, 1):
                     sequence.state, sequence.is_last = self._end(stream).to_list(), True
+                    sequence.is_empty = is_empty
                 yield sequence
                 if sequence.is_last:
                     self.streams.remove(stream)

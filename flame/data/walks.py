@@ -31,18 +31,17 @@ class Walk(Protocol):
 
 
 class RowWalk:
-    """Walks rows by number. Stream s visits the virtual positions s, s + S, s + 2S, ...; its cursor counts them.
+    """Walks rows by number.
 
     Args:
         source: the rows.
-        order: which row stands at a position.
-        num_streams: S.
+        order: which of them stand at the positions of a stream.
         cursors: where each stream of this reader stands.
         ends: the cursor of each stream behind its last row.
     """
 
-    def __init__(self, source, order: RowOrder, num_streams: int, cursors: dict[int, int], ends: dict[int, int]):
-        self.source, self.order, self.num_streams = source, order, num_streams
+    def __init__(self, source, order: RowOrder, cursors: dict[int, int], ends: dict[int, int]):
+        self.source, self.order = source, order
         self.cursors, self.ends = dict(cursors), ends
         self.num_taken = 0
 
@@ -53,8 +52,7 @@ class RowWalk:
         cursor = self.cursors[stream]
         self.cursors[stream] += count
         self.num_taken += count
-        positions = range(stream + cursor * self.num_streams, stream + (cursor + count) * self.num_streams)
-        return list(positions[:: self.num_streams]), list(range(cursor + 1, cursor + count + 1))
+        return self.order.positions(stream, cursor, count), list(range(cursor + 1, cursor + count + 1))
 
     def read(self, items: list[int]) -> tuple[list, list[str]]:
         rows = self.order.rows(np.array(items, dtype=np.int64)).tolist()

@@ -34,7 +34,7 @@ def numbered_texts(lengths: list[int]) -> list[str]:
 def make_plan(texts, seq_len, num_streams=1, context_len=None, shuffle="global", tokenizer=None, **options) -> DataPlan:
     source = TextSource("texts", texts)
     encoder = DocumentEncoder(tokenizer or word_tokenizer())
-    orders = [RowOrder(len(texts), 42, 0, shuffle)]
+    orders = [RowOrder(len(texts), 42, 0, shuffle, num_streams)]
     return DataPlan([source], orders, encoder, num_streams, seq_len, context_len or seq_len, **options)
 
 

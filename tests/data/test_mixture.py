@@ -23,7 +23,7 @@ def make_plan(sizes: list[int], probabilities: list[float], num_streams=3, **opt
     texts = numbered_texts([2] * sum(sizes))
     starts = np.cumsum([0, *sizes])
     sources = [TextSource(f"s{i}", texts[starts[i] : starts[i + 1]]) for i in range(len(sizes))]
-    orders = [RowOrder(size, 42, index, "global") for index, size in enumerate(sizes)]
+    orders = [RowOrder(size, 42, index, "global", num_streams) for index, size in enumerate(sizes)]
     mixture = Mixture(probabilities, seed=42)
     return DataPlan(sources, orders, DocumentEncoder(word_tokenizer()), num_streams, 2, 2, mixture=mixture, **options)
 

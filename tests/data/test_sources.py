@@ -33,7 +33,7 @@ def test_sources_of_one_dataset_get_names_of_their_own(tmp_path):
     (tmp_path / "1.txt").write_text("a\n")
     (tmp_path / "2.txt").write_text("b\n")
     folder = str(tmp_path)
-    values = {"dataset": [folder] * 3, "data_files": ["1.txt", "2.txt", "2.txt"], "text_column": ""}
+    values = {"dataset": [folder] * 3, "data_files": ["1.txt", "2.txt", "2.txt"], "text_column": "", "streaming": False}
     names = [source.name for source in open_sources(training(**values))]
     assert names == [f"{folder}:1.txt", f"{folder}:2.txt (2)", f"{folder}:2.txt (3)"]
 
