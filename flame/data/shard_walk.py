@@ -87,8 +87,7 @@ class _Lane:
     ):
         self.source, self.order, self.lane, self.num_turns, self.queues = source, order, lane, num_turns, queues
         self.wanted = {stream: split_cursor(cursor) for stream, cursor in cursors.items()}
-        self.turn = min(turn for turn, _ in self.wanted.values())
-        self.reader: ShardReader | None = None
+        self._begin_turn(min(turn for turn, _ in self.wanted.values()))
         self.num_rows: dict[int, int] = {}  # of the shards read to their ends
         self.num_turns_done = 0
         self.num_empty_turns = 0  # in a row
@@ -97,8 +96,7 @@ class _Lane:
         """Read a window, or turn to the next shard where one ends; False behind the last turn."""
         if self.turn >= self.num_turns:
             return False
-        shard = self.order.shard(self.lane, self.turn)
-        window_rows = self.order.window_rows
+        shard, window_rows = self.shard, self.order.window_rows
         first = min((row for turn, row in self.wanted.values() if turn == self.turn), default=0)
         if first >= self.num_rows.get(shard, first + 1):
             self._end_turn(self.num_rows[shard])
@@ -110,10 +108,15 @@ class _Lane:
             self.num_rows[shard] = self.reader.num_rows
             self._end_turn(self.reader.num_rows)
         else:
-            self._deal(shard, self.reader.num_rows - len(values), values)
+            self._deal(self.reader.num_rows - len(values), values)
         return True
 
-    def _deal(self, shard: int, start: int, values) -> None:
+    def _begin_turn(self, turn: int) -> None:
+        self.turn = turn
+        self.shard = self.order.shard(self.lane, turn)
+        self.reader: ShardReader | None = None
+
+    def _deal(self, start: int, values) -> None:
         """Queue those of the window's rows, which begins at row ``start`` of the shard, that go to own streams."""
         order = self.order.window(self.lane, self.turn, start // self.order.window_rows, len(values))
         for stream, (turn, row) in self.wanted.items():
@@ -123,7 +126,7 @@ class _Lane:
                 place, row = order[row - start], row + self.order.streams_per_lane
                 value = values[place]
                 num_bytes = len(value) if hasattr(value, "__len__") else VALUE_BYTES
-                self.queues[stream].push(ShardRow(join_cursor(turn, row), shard, start + place, value), num_bytes)
+                self.queues[stream].push(ShardRow(join_cursor(turn, row), self.shard, start + place, value), num_bytes)
             self.wanted[stream] = turn, row
 
     def _end_turn(self, num_rows: int) -> None:
@@ -131,8 +134,7 @@ class _Lane:
         for stream, (turn, row) in self.wanted.items():
             if turn == self.turn:
                 self.wanted[stream] = turn + 1, row - num_rows
-        self.turn += 1
-        self.reader = None
+        self._begin_turn(self.turn + 1)
         self.num_turns_done += 1
         self.num_empty_turns = 0 if num_rows else self.num_empty_turns + 1
         if self.num_empty_turns > EMPTY_PASSES * self.order.num_shards:

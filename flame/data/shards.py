@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 
 from flame.data.columns import UnreadableRow, choose_column, holds_lists, token_ids
 from flame.data.loading import describe, is_transient, with_retries
@@ -34,16 +35,20 @@ class ShardedSource:
         self.first_values = [window[row] for row in range(len(window))]
 
     def _read_first(self, dataset):
-        def read():
-            return next(iter(dataset.with_format("arrow").iter(batch_size=NUM_FIRST_ROWS)), None)
+        """The first rows of the first shard that has any, as an Arrow table."""
+        tables = dataset.with_format("arrow")
 
-        try:
-            first = with_retries(read, self.name)
-        except Exception as error:  # whatever the network, a decompressor or a parser raises
-            raise UserError(f"--training.dataset {self.name}: {describe(error)}") from error
-        if first is None or not len(first):
-            raise UserError(f"--training.dataset {self.name}: it has no rows")
-        return first
+        def read(shard: int):
+            return next(tables.shard(dataset.num_shards, shard).iter(batch_size=NUM_FIRST_ROWS), None)
+
+        for shard in range(dataset.num_shards):
+            try:
+                first = with_retries(partial(read, shard), self.name)
+            except Exception as error:  # whatever the network, a decompressor or a parser raises
+                raise UserError(f"--training.dataset {self.name}: {describe(error)}") from error
+            if first is not None and len(first):
+                return first
+        raise UserError(f"--training.dataset {self.name}: it has no rows")
 
 
 class Window:

@@ -1,5 +1,9 @@
 """A tokenizer whose tokens are words, and a job on rows of the test's making."""
 
+import gzip
+import itertools
+import json
+
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -29,6 +33,17 @@ def numbered_texts(lengths: list[int]) -> list[str]:
         texts.append(" ".join(str(number % NUM_WORDS) for number in range(start, start + length)))
         start += length
     return texts
+
+
+def write_shards(folder, sizes: list[int], lengths: list[int]) -> str:
+    """Files of so many rows each, every other one compressed; returns the glob that finds them."""
+    texts = iter(numbered_texts(list(itertools.islice(itertools.cycle(lengths), sum(sizes)))))
+    folder.mkdir()
+    for number, size in enumerate(sizes):
+        lines = "".join(json.dumps({"id": row, "text": next(texts)}) + "\n" for row in range(size)).encode()
+        path = folder / f"{number}.jsonl{'.gz' if number % 2 else ''}"
+        path.write_bytes(gzip.compress(lines) if number % 2 else lines)
+    return f"{folder}/*.jsonl*"
 
 
 def make_plan(texts, seq_len, num_streams=1, context_len=None, shuffle="global", tokenizer=None, **options) -> DataPlan:

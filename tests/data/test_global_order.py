@@ -1,8 +1,6 @@
 """One global order: the same sequences for any layout, and after any number of resumes at other layouts."""
 
-import gzip
 import itertools
-import json
 
 import datasets
 import pytest
@@ -11,7 +9,7 @@ from hypothesis import strategies as st
 
 from flame.data import workers
 
-from .corpus import numbered_texts
+from .corpus import numbered_texts, write_shards
 from .ranks import Ranks
 
 LENGTHS = [5, 40, 1, 17, 3, 9, 26, 2, 11, 8, 4, 4, 30]
@@ -21,20 +19,10 @@ DP_SIZES, NUM_WORKERS, ACCUMULATIONS = [1, 2, 3, 4, 8], [0, 1, 3], [1, 3]
 OPTIONS = {"num_streams": 24, "varlen": True}
 
 
-def write_shards(folder, sizes: list[int], lengths: list[int]) -> str:
-    """Files of so many rows each, every other one compressed; returns the glob that finds them."""
-    texts = iter(numbered_texts(list(itertools.islice(itertools.cycle(lengths), sum(sizes)))))
-    folder.mkdir()
-    for number, size in enumerate(sizes):
-        lines = "".join(json.dumps({"id": row, "text": next(texts)}) + "\n" for row in range(size)).encode()
-        path = folder / f"{number}.jsonl{'.gz' if number % 2 else ''}"
-        path.write_bytes(gzip.compress(lines) if number % 2 else lines)
-    return f"{folder}/*.jsonl*"
-
-
 KINDS = {
     "map-style": ("{saved}", {}),
     "blocks": ("{saved}", {"shuffle": "block"}),
+    "mixture": ("{saved},{few}", {"data_probs": [0.7, 0.3]}),
     "streaming": ("{shards}", {"streaming": True}),
     "one shard": ("{shard}", {"streaming": True, "shuffle": "none"}),
     "mixed": ("{saved},{shards},{shard}", {"streaming": True, "data_probs": [0.5, 0.3, 0.2]}),
@@ -45,30 +33,32 @@ KINDS = {
 def corpora(tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("corpora")
     texts = numbered_texts(LENGTHS * 3)
-    datasets.Dataset.from_dict({"text": texts}).save_to_disk(folder / "saved")
+    for name, rows in {"saved": texts, "few": texts[:7]}.items():
+        datasets.Dataset.from_dict({"text": rows}).save_to_disk(folder / name)
     shards = write_shards(folder / "shards", SHARD_SIZES, LENGTHS)
-    return {"saved": f"{folder}/saved", "shards": shards, "shard": write_shards(folder / "shard", [10], LENGTHS)}
+    shard = write_shards(folder / "shard", [10], LENGTHS)
+    return {"saved": f"{folder}/saved", "few": f"{folder}/few", "shards": shards, "shard": shard}
 
 
-@pytest.fixture(autouse=True)
-def light(monkeypatch):
+@pytest.fixture(autouse=True, scope="module")
+def light():
     """Many windows and blocks in few rows, and workers that share the work as processes do, but in this process."""
-    monkeypatch.setattr("flame.data.shard_order.WINDOW_ROWS", 4)
-    monkeypatch.setattr("flame.data.order.BLOCK_ROWS", 5)
-    monkeypatch.setattr(workers, "_start_worker", lambda reader, prefetch, persistent: reader)
-
-
-@pytest.fixture(scope="module")
-def expected(corpora) -> dict[str, list[str]]:
-    """The hashes of each kind's steps, over several epochs, on one rank without workers."""
-    hashes = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("flame.data.shard_order.WINDOW_ROWS", 4)
         patch.setattr("flame.data.order.BLOCK_ROWS", 5)
-        for kind, (corpus, options) in KINDS.items():
-            ranks = Ranks(corpus.format(**corpora), 1, **OPTIONS, **options)
-            hashes[kind] = ranks.step_hashes(NUM_STEPS)
-            assert len(set(hashes[kind])) == NUM_STEPS and max(ranks.loaders[0].epochs().values()) > 2, kind
+        patch.setattr("flame.data.streams.TOKENS_PER_BATCH", 64)
+        patch.setattr(workers, "_start_worker", lambda reader, prefetch, persistent: reader)
+        yield
+
+
+@pytest.fixture(scope="module")
+def expected(light, corpora) -> dict[str, list[str]]:
+    """The hashes of each kind's steps, over several epochs, on one rank without workers."""
+    hashes = {}
+    for kind, (corpus, options) in KINDS.items():
+        ranks = Ranks(corpus.format(**corpora), 1, **OPTIONS, **options)
+        hashes[kind] = ranks.step_hashes(NUM_STEPS)
+        assert len(set(hashes[kind])) == NUM_STEPS and max(ranks.loaders[0].epochs().values()) > 2, kind
     return hashes
 
 
