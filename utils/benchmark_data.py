@@ -69,7 +69,7 @@ class Stretch:
     @property
     def cpu_speed(self) -> float:
         """Tokens per second of processor time."""
-        return self.num_tokens / self.cpu_seconds
+        return self.num_tokens / max(self.cpu_seconds, 0.01)  # the kernel counts in hundredths
 
 
 def main(argv: list[str] | None = None) -> int:

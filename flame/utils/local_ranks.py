@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 from flame.config import JobConfig
 from flame.data.batch import Batch
@@ -83,20 +82,27 @@ class TakingTurns:
 
     def run(self, functions: list) -> list:
         """The functions' results by rank, None for one that raised StopIteration; the first other error is raised."""
-        with ThreadPoolExecutor(len(functions)) as pool:
-            futures = [pool.submit(self._run_one, function) for function in functions]
-        errors = [error for future in futures if (error := future.exception())]
-        causes = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)]
+        results: list = [None] * len(functions)
+        errors: list[BaseException] = []
+        # Not a ThreadPoolExecutor: workers forked from one of its threads would wait for that thread at their end.
+        threads = [
+            threading.Thread(target=self._run_one, args=(rank, function, results, errors))
+            for rank, function in enumerate(functions)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
         if errors:
-            raise (causes or errors)[0]
-        return [future.result() for future in futures]
+            raise errors[0]
+        return results
 
-    def _run_one(self, function):
+    def _run_one(self, rank: int, function, results: list, errors: list[BaseException]) -> None:
         with self._turn:
             try:
-                return function()
+                results[rank] = function()
             except StopIteration:
-                return None
-            except BaseException:
-                self._meeting.abort()  # or the others would wait for this rank for ever
-                raise
+                pass
+            except BaseException as error:
+                errors.append(error)  # the first is the cause: the others only miss this rank at their meeting
+                self._meeting.abort()
