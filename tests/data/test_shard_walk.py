@@ -58,7 +58,7 @@ def values(walk, stream, count):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    sizes=st.lists(st.integers(0, 14), min_size=1, max_size=6),
+    sizes=st.lists(st.integers(0, 14), min_size=1, max_size=6).filter(any),
     num_streams=st.integers(1, 8),
     max_epochs=st.integers(1, 3),
     window_rows=st.integers(1, 6),
