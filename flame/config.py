@@ -142,31 +142,32 @@ class Training:
     """Steps left out in a row by skip_nan_inf after which the run stops."""
     dataset: list[str] = option([])
     """Training data: a hub name, a folder or file (parquet, jsonl, json, csv, txt, arrow), a save_to_disk folder, or
-    builtin:stdlib, the text of Python's own library. Several, comma-separated, are not available in this version."""
+    builtin:stdlib, the text of Python's own library. Comma-separated for several."""
     dataset_name: list[str] = option([])
-    """Name of the dataset's config, one for each dataset."""
+    """Name of the dataset's config, one for each dataset, or one for all."""
     dataset_split: list[str] = option(["train"])
     """Split to train on, one for each dataset, or one for all."""
     data_dir: list[str] = option([])
-    """Folder inside the dataset to read, one for each dataset."""
+    """Folder inside the dataset to read, one for each dataset, or one for all."""
     data_files: list[str] = option([])
-    """Files or globs inside the dataset to read; with several datasets, one for each."""
+    """Files or globs inside the dataset to read; with several datasets, one for each, or one for all."""
     data_probs: list[float] = option([], minimum=0, maximum=1)
-    """Share of the documents that comes from each dataset; the shares sum to 1, which is that of a single one."""
-    streaming: bool = option(False, not_yet="leave it out: the dataset is then prepared once, on disk")
-    """Read the dataset while it downloads instead of preparing it on disk first."""
+    """Share of the documents that comes from each dataset; the shares sum to 1. Not given: equal shares."""
+    streaming: bool = option(False)
+    """Read the datasets while they download instead of preparing them on disk first."""
     text_column: str = option("")
     """Column that holds the text. Empty: text, else content."""
     add_bos: str = option("auto", choices=("auto", "true", "false"))
     """Begin each document with the BOS token. auto: when the tokenizer itself does."""
     add_eos: str = option("auto", choices=("auto", "true", "false"))
     """End each document with the EOS token. auto: when the tokenizer itself does, or adds neither BOS nor EOS."""
-    shuffle: str = option(
-        "global", choices=("global", "none"), refused={"block": "not available in this version; use global"}
-    )
-    """Order of the documents in an epoch: a new random one, or the one in which they are stored."""
+    shuffle: str = option("global", choices=("global", "block", "none"))
+    """Order of the documents in an epoch: a new random one (global), blocks of 1,000 consecutive documents in random
+    order and shuffled inside (block, for disks that are slow at random reads), or as they are stored (none). With
+    training.streaming, global and block both shuffle the shards, and 1,000 consecutive documents at a time."""
     max_epochs: int = option(0, minimum=0)
-    """End the run after so many passes over the data. 0: repeat it until training.steps."""
+    """End the run after so many passes over the data. 0: repeat it until training.steps. Of several datasets, one that
+    has had its passes drops out and the others go on in the same ratio, until all have had theirs."""
     on_bad_row: str = option("error", choices=("error", "skip"))
     """What to do with a row without text: stop and name it, or leave it out and count it."""
     num_streams: int = option(960, minimum=1, maximum=2**20)

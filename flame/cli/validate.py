@@ -137,14 +137,13 @@ def _check_optimizer(config: JobConfig) -> Iterator[Fault]:
 def _check_datasets(config: JobConfig) -> Iterator[Fault]:
     training = config.training
     count = len(training.dataset)
-    if count > 1:
-        yield _fault(config, "training.dataset", "several datasets are not available in this version; give one")
     for key in ("dataset_name", "dataset_split", "data_dir", "data_files", "data_probs"):
         given = len(getattr(training, key))
-        one_for_all = given <= 1 and key == "dataset_split"
+        one_for_all = given == 1 and key != "data_probs"
         files_of_one = count == 1 and key == "data_files"
         if given and given != count and not one_for_all and not files_of_one:
-            yield _fault(config, f"training.{key}", f"{given} for {count} datasets; give one for each")
+            choice = "give one for each" + ("" if key == "data_probs" else ", or one for all")
+            yield _fault(config, f"training.{key}", f"{given} for {count} datasets; {choice}")
     if training.data_probs and not math.isclose(sum(training.data_probs), 1, abs_tol=1e-6):
         yield _fault(config, "training.data_probs", f"must sum to 1, not {sum(training.data_probs):g}")
 

@@ -9,9 +9,12 @@ import torch
 
 from flame.data.batch import Batch, join_sequences
 from flame.data.fingerprint import plan_fingerprint
+from flame.data.mixture import Mixture
 from flame.data.order import RowOrder
 from flame.data.pack import Sequence, StreamBuffer, pack_sequence
-from flame.data.sources import open_source, source_specs
+from flame.data.shard_order import ShardOrder
+from flame.data.shards import ShardedSource
+from flame.data.sources import Source, open_sources
 from flame.data.state import STATE_VERSION, StreamState, check_fingerprint
 from flame.data.streams import DataPlan
 from flame.data.tokenize import DocumentEncoder
@@ -66,7 +69,7 @@ class DataLoader:
         self.turn = 0  # the stream that the next sequence comes from
         self.is_draining = False  # streams have ended; this rank makes the sequences of all that go on
         self.own_streams = range(dp_rank, plan.num_streams, dp_size)
-        self.states = {number: StreamState([0] * len(plan.sources)) for number in self.own_streams}
+        self.states = {number: plan.start_state(number) for number in self.own_streams}
         self.pool: SequencePool | None = None
 
     def next_step(self) -> list[Batch]:
@@ -127,10 +130,11 @@ class DataLoader:
 
     def epochs(self) -> dict[str, float]:
         """Passes over each source so far, judged by this rank's streams."""
-        return {
-            source.name: sum(state.cursors[index] for state in self._own_states()) * self.dp_size / len(source)
-            for index, source in enumerate(self.plan.sources)
-        }
+        epochs = {}
+        for index, (source, order) in enumerate(zip(self.plan.sources, self.plan.orders, strict=True)):
+            cursors = {number: self.states[number].cursors[index] for number in self.own_streams}
+            epochs[source.name] = order.epochs(cursors)
+        return epochs
 
     @property
     def num_skipped_rows(self) -> int:
@@ -165,7 +169,10 @@ class DataLoader:
         """At the start of a round, find out whether any rank has a stream that ended; then take all streams over."""
         if not self.plan.max_epochs or self.is_draining or start % self.plan.num_streams:
             return
-        if any(self.gather(any(self.plan.is_finished(number, self.states[number]) for number in self.own_streams))):
+        has_ended = any(self.plan.is_finished(number, self.states[number]) for number in self.own_streams)
+        if not start and not has_ended:
+            has_ended = self.plan.has_empty_stream(self.own_streams)
+        if any(self.gather(has_ended)):
             self.close()
             self.states = {number: state for part in self.gather(self.states) for number, state in part.items()}
             self.is_draining = True
@@ -175,14 +182,18 @@ class DataLoader:
         if self.pool is None:
             order = [*range(self.turn, self.plan.num_streams), *range(self.turn)]
             self.pool = self._open_pool([n for n in order if not self.plan.is_finished(n, self.states[n])])
-        for number in range(start, stop):
+        number = start
+        while number < stop:
             stream = self.pool.next_stream
             if stream is None:
                 return stop - number
             sequence = self.pool.next_sequence()
             self.states[stream] = StreamState.from_list(sequence.state)
+            if sequence.is_empty:
+                continue
             if number % self.dp_size == self.dp_rank:
                 sequences[number] = sequence
+            number += 1
         self.turn = self.pool.next_stream or 0
         return 0
 
@@ -213,6 +224,14 @@ class DataLoader:
         return pack_sequence(StreamBuffer(StreamState()), plan.seq_len, plan.context_len, plan.encoder.pad_id)
 
 
+def make_order(source: Source | ShardedSource, index: int, training) -> RowOrder | ShardOrder:
+    """The order of the rows of the job's source number ``index``."""
+    options = {"seed": training.seed, "source_index": index, "shuffle": training.shuffle}
+    if isinstance(source, ShardedSource):
+        return ShardOrder(source.num_shards, num_streams=training.num_streams, **options)
+    return RowOrder(len(source), num_streams=training.num_streams, **options)
+
+
 def build_dataloader(
     config,
     tokenizer,
@@ -235,19 +254,18 @@ def build_dataloader(
     """
     training = config.training
     with prepare or nullcontext():
-        sources = [open_source(spec, training.text_column) for spec in source_specs(training)]
-    if len(sources) != 1:
-        raise UserError(f"--training.dataset names {len(sources)} datasets; give one")
+        sources = open_sources(training)
     encoder = DocumentEncoder(tokenizer, training.add_bos, training.add_eos)
     context_len = min(training.context_len, training.seq_len) if training.varlen else training.seq_len
     plan = DataPlan(
         sources=sources,
-        orders=[RowOrder(len(source), training.seed, index, training.shuffle) for index, source in enumerate(sources)],
+        orders=[make_order(source, index, training) for index, source in enumerate(sources)],
         encoder=encoder,
         num_streams=training.num_streams,
         seq_len=training.seq_len,
         context_len=context_len,
         max_epochs=training.max_epochs,
         skip_bad_rows=training.on_bad_row == "skip",
+        mixture=Mixture(training.data_probs or [1.0] * len(sources), training.seed),
     )
     return DataLoader(plan, plan_fingerprint(plan, training), training, dp_rank, dp_size, gather)

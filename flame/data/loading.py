@@ -47,8 +47,10 @@ def local_leader_first(is_leader: bool, barrier: Callable[[], None]) -> Iterator
             barrier()
 
 
-def load_rows(spec):
-    """The ``datasets.Dataset`` that a ``SourceSpec`` names.
+def load_rows(spec, streaming: bool = False):
+    """The ``datasets.Dataset`` that a ``SourceSpec`` names; its ``IterableDataset`` when ``streaming``.
+
+    A folder of ``save_to_disk`` is a ``Dataset`` always: its files are read in place, in any order.
 
     Raises:
         UserError: nothing is found there, it cannot be read, or the hub stays out of reach.
@@ -58,16 +60,16 @@ def load_rows(spec):
         return _load_saved(spec, path)
     files = _expand_files(spec.dataset)
     if files:
-        if not any(Path(file).stat().st_size for file in files):
+        if not any(is_url(file) or Path(file).stat().st_size for file in files):
             raise UserError(f"--training.dataset {spec.dataset}: it is empty")
         builder = _builder_for(spec.dataset, files)
         options = {"sep": "\t"} if builder == "csv" and ".tsv" in Path(files[0]).suffixes else {}
-        return _load(spec, builder, data_files={"train": files}, split=spec.split, **options)
+        return _load(spec, builder, streaming, data_files={"train": files}, split=spec.split, **options)
     if not path.is_dir() and _looks_local(spec.dataset):
         raise UserError(f"--training.dataset {spec.dataset}: there is no such file or folder")
     options = {"data_dir": spec.data_dir or None, "data_files": list(spec.data_files) or None}
     target = str(path) if path.is_dir() else spec.dataset
-    return _load(spec, target, name=spec.name or None, split=spec.split, **options)
+    return _load(spec, target, streaming, name=spec.name or None, split=spec.split, **options)
 
 
 def with_retries(action: Callable[[], object], what: str, sleep: Callable[[float], None] = time.sleep):
@@ -76,23 +78,28 @@ def with_retries(action: Callable[[], object], what: str, sleep: Callable[[float
         try:
             return action()
         except Exception as error:
-            if attempt == HUB_ATTEMPTS or not _is_transient(error):
+            if attempt == HUB_ATTEMPTS or not is_transient(error):
                 raise
             wait = FIRST_WAIT_SECONDS * 2 ** (attempt - 1)
             logger.warning("%s: %s; attempt %d of %d in %.0f s", what, error, attempt + 1, HUB_ATTEMPTS, wait)
             sleep(wait)
 
 
-def _load(spec, target: str, **options):
+def is_url(dataset: str) -> bool:
+    """Whether a text names a file on a server, such as https://... or hf://datasets/..."""
+    return "://" in dataset
+
+
+def _load(spec, target: str, streaming: bool, **options):
     import datasets
 
     def load():
-        return datasets.load_dataset(target, **options)
+        return datasets.load_dataset(target, streaming=streaming, **options)
 
     try:
         return with_retries(load, spec.dataset)
     except Exception as error:  # datasets raises ValueError, OSError, its own and pyarrow's types for users' faults
-        raise UserError(f"--training.dataset {spec.dataset}: {_describe(error)}") from error
+        raise UserError(f"--training.dataset {spec.dataset}: {describe(error)}") from error
 
 
 def _load_saved(spec, path: Path):
@@ -103,7 +110,7 @@ def _load_saved(spec, path: Path):
     try:
         saved = datasets.load_from_disk(str(path))
     except Exception as error:
-        raise UserError(f"--training.dataset {spec.dataset}: {_describe(error)}") from error
+        raise UserError(f"--training.dataset {spec.dataset}: {describe(error)}") from error
     if isinstance(saved, datasets.DatasetDict):
         if spec.split not in saved:
             raise UserError(f"--training.dataset_split {spec.split}: {spec.dataset} has {', '.join(saved)}")
@@ -118,8 +125,8 @@ def _load_saved(spec, path: Path):
 
 def _expand_files(dataset: str) -> list[str]:
     path = Path(dataset).expanduser()
-    if path.is_file():
-        return [str(path)]
+    if is_url(dataset) or path.is_file():
+        return [dataset if is_url(dataset) else str(path)]
     if glob.has_magic(dataset) and not path.exists():
         files = sorted(name for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
         if not files:
@@ -156,7 +163,7 @@ def _looks_local(dataset: str) -> bool:
     return dataset.startswith(("/", "./", "../", "~")) or dataset.count("/") > 1 or _builder_of(dataset) is not None
 
 
-def _is_transient(error: BaseException) -> bool:
+def is_transient(error: BaseException) -> bool:
     """Whether trying again may help: the network or the hub's servers failed, not the request itself."""
     import datasets
 
@@ -170,10 +177,10 @@ def _is_transient(error: BaseException) -> bool:
     module = type(error).__module__.partition(".")[0]
     if module in ("httpx", "httpcore", "requests", "urllib3", "aiohttp"):
         return True
-    return error.__cause__ is not None and _is_transient(error.__cause__)
+    return error.__cause__ is not None and is_transient(error.__cause__)
 
 
-def _describe(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     """The error's message with that of its innermost cause, where ``datasets`` hides the reason."""
     cause = error
     while cause.__cause__ is not None:

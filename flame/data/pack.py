@@ -24,6 +24,7 @@ class Sequence:
         cu_seqlens: int32 [pieces + 1], from 0 to seq_len, strictly increasing.
         state: the stream's state once this sequence is consumed, for ``StreamState.from_list``.
         is_last: the stream has no token after this sequence (only with ``training.max_epochs``).
+        is_empty: the stream had no token for this sequence either.
     """
 
     input_ids: np.ndarray
@@ -31,6 +32,7 @@ class Sequence:
     cu_seqlens: np.ndarray
     state: list[int]
     is_last: bool = False
+    is_empty: bool = False
 
 
 @dataclass
@@ -39,6 +41,7 @@ class Block:
 
     documents: Documents
     sources: list[int]  # the source of each document
+    cursors: list[int]  # the stream's cursor in that source behind each document
     num_finished: int = 0
 
     @property
@@ -55,8 +58,8 @@ class Block:
         last = bisect_left(ends, stop, first)
         if last < len(ends) and ends[last] == stop:
             last += 1
-        for source in self.sources[first:last]:
-            state.cursors[source] += 1
+        for source, cursor in zip(self.sources[first:last], self.cursors[first:last], strict=True):
+            state.cursors[source] = cursor
         if last > first:
             state.draws += last - first
             state.offset = 0
@@ -76,13 +79,13 @@ class StreamBuffer:
     blocks: deque[Block] = field(default_factory=deque)
     num_tokens: int = 0  # unused tokens in the blocks
 
-    def push(self, documents: Documents, sources: list[int]) -> None:
+    def push(self, documents: Documents, sources: list[int], cursors: list[int]) -> None:
         """Queue the stream's next documents; the first ones after a resume have tokens that were used before."""
         self.num_tokens += len(documents.tokens)
         if not self.blocks and len(documents):
             self.state.offset = min(self.state.offset, documents.ends[0])  # less than saved only in changed data
             self.num_tokens -= self.state.offset
-        self.blocks.append(Block(documents, sources))
+        self.blocks.append(Block(documents, sources, cursors))
 
     def finish_all(self) -> None:
         """Leave all documents behind; none has an unused token."""

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from flame.data.columns import UnreadableRow
 from flame.data.documents import Documents
 from flame.data.sources import Source
 from flame.data.tokenize import DocumentEncoder
 from flame.errors import UserError
-
-
-class UnreadableRow:
-    """Stands for a row whose bytes could not be read."""
-
-    def __init__(self, error: Exception):
-        self.reason = f"it cannot be read ({type(error).__name__}: {error})"
 
 
 def read_rows(source: Source, rows: list[int], encoder: DocumentEncoder, skip_bad_rows: bool) -> Documents:
@@ -23,13 +17,21 @@ def read_rows(source: Source, rows: list[int], encoder: DocumentEncoder, skip_ba
     Raises:
         UserError: a row is bad; the message names source, row and column.
     """
-    values = read_values(source, rows)
+    return encode_values(source, read_values(source, rows), rows, encoder, skip_bad_rows)
+
+
+def encode_values(source, values: list, labels: list, encoder: DocumentEncoder, skip_bad_rows: bool) -> Documents:
+    """Tokenise the values of rows that ``labels`` name; with ``skip_bad_rows`` a bad one becomes an empty document.
+
+    Raises:
+        UserError: a row is bad; the message names source, row and column.
+    """
     skipped = _bad_places(values, source.is_tokenized, encoder.vocab_size)
     for place in skipped:
         if not skip_bad_rows:
             fault = find_fault(values[place], source.is_tokenized, encoder.vocab_size)
             raise UserError(
-                f"{source.name}: row {rows[place]} (counted from 0), column {source.column}: {fault}; "
+                f"{source.name}: row {labels[place]} (counted from 0), column {source.column}: {fault}; "
                 "mend the row, or leave such rows out with --training.on_bad_row skip"
             )
         values[place] = np.empty(0, dtype=np.int64) if source.is_tokenized else ""

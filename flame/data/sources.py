@@ -1,4 +1,4 @@
-"""What the rows are: one interface over every map-style source."""
+"""What the rows are, by number: one interface over every map-style source."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Protocol
 
 import numpy as np
 
+from flame.data.columns import TOKENS_COLUMN as TOKENS_COLUMN
+from flame.data.columns import choose_column, holds_lists, holds_mixed, token_ids
 from flame.data.loading import load_rows
+from flame.data.shards import ShardedSource
 from flame.data.stdlib import read_stdlib_texts
 from flame.errors import UserError
 
 BUILTIN_PREFIX = "builtin:"
-TEXT_COLUMNS = ("text", "content")
-TOKENS_COLUMN = "input_ids"
 
 
 @dataclass(frozen=True)
@@ -32,22 +33,25 @@ def source_specs(training) -> list[SourceSpec]:
 
     A single value of a sibling list serves every dataset; with one dataset, ``data_files`` lists its files.
     """
-    datasets = training.dataset
 
-    def value_for(values: list[str], number: int, default: str) -> str:
+    def value_for(values: list[str], number: int, default: str = "") -> str:
         if not values:
             return default
         return values[number] if len(values) > 1 else values[0]
 
+    def files_for(number: int) -> tuple[str, ...]:
+        files = training.data_files if len(training.dataset) == 1 else [value_for(training.data_files, number)]
+        return tuple(file for file in files if file)
+
     return [
         SourceSpec(
             dataset,
-            value_for(training.dataset_name, number, ""),
+            value_for(training.dataset_name, number),
             value_for(training.dataset_split, number, "train"),
-            value_for(training.data_dir, number, ""),
-            tuple(training.data_files) if len(datasets) == 1 else tuple(training.data_files[number : number + 1]),
+            value_for(training.data_dir, number),
+            files_for(number),
         )
-        for number, dataset in enumerate(datasets)
+        for number, dataset in enumerate(training.dataset)
     ]
 
 
@@ -89,10 +93,10 @@ class DatasetSource:
 
     def __init__(self, name: str, dataset, text_column: str = ""):
         self.name = name
-        self.column = _choose_column(name, dataset, text_column)
+        self.column = choose_column(name, dataset.features.arrow_schema, text_column)
         kind = dataset.features.arrow_schema.field(self.column).type
-        self.is_tokenized = _holds_lists(kind)
-        self.is_mixed = _holds_mixed(kind)
+        self.is_tokenized = holds_lists(kind)
+        self.is_mixed = holds_mixed(kind)
         self.dataset = dataset.select_columns([self.column]).with_format(None if self.is_mixed else "arrow")
         self.chunks: list | None = None
         self.chunk_starts = np.zeros(0, dtype=np.int64)
@@ -111,7 +115,7 @@ class DatasetSource:
             for place, row in zip(places.tolist(), (rows - self.chunk_starts[places]).tolist(), strict=True)
         ]
         if self.is_tokenized:
-            return [_token_ids(value) for value in values]
+            return [token_ids(value) for value in values]
         return [value.as_py() for value in values]
 
     def _map_chunks(self) -> None:
@@ -123,8 +127,24 @@ class DatasetSource:
         return {**self.__dict__, "chunks": None}  # a process that is not forked maps the files anew
 
 
-def open_source(spec: SourceSpec, text_column: str = "") -> Source:
-    """Open one source, downloading or converting it first when that has not been done.
+def open_sources(training) -> list[Source | ShardedSource]:
+    """Open every source that the ``[training]`` section names; sources of one dataset get names of their own.
+
+    Raises:
+        UserError: one of them does not exist or cannot be used.
+    """
+    specs = source_specs(training)
+    sources = [open_source(spec, training.text_column, training.streaming) for spec in specs]
+    names = [spec.dataset for spec in specs]
+    if len(set(names)) < len(names):
+        names = [":".join(filter(None, (spec.dataset, spec.name, spec.data_dir, *spec.data_files))) for spec in specs]
+    for number, (name, source) in enumerate(zip(names, sources, strict=True), start=1):
+        source.name = name if names.count(name) == 1 else f"{name} ({number})"
+    return sources
+
+
+def open_source(spec: SourceSpec, text_column: str = "", streaming: bool = False) -> Source | ShardedSource:
+    """Open one source; unless ``streaming``, download or convert it first when that has not been done.
 
     Raises:
         UserError: it does not exist, has no such config or split, no usable column, or no rows.
@@ -133,57 +153,10 @@ def open_source(spec: SourceSpec, text_column: str = "") -> Source:
         if spec.dataset != "builtin:stdlib":
             raise UserError(f"--training.dataset {spec.dataset}: the one embedded corpus is builtin:stdlib")
         return TextSource(spec.dataset, read_stdlib_texts())
-    source = DatasetSource(spec.dataset, load_rows(spec), text_column)
+    rows = load_rows(spec, streaming)
+    if not hasattr(rows, "__len__"):
+        return ShardedSource(spec.dataset, rows, text_column)
+    source = DatasetSource(spec.dataset, rows, text_column)
     if not len(source):
         raise UserError(f"--training.dataset {spec.dataset}: split {spec.split} has no rows")
     return source
-
-
-def _choose_column(name: str, dataset, text_column: str) -> str:
-    columns = dataset.column_names
-    if text_column:
-        if text_column not in columns:
-            raise UserError(
-                f"--training.text_column {text_column}: {name} has no such column; it has {', '.join(columns)}"
-            )
-        candidates = [text_column]
-    else:
-        candidates = [column for column in (*TEXT_COLUMNS, TOKENS_COLUMN) if column in columns]
-    if not candidates:
-        raise UserError(
-            f"--training.dataset {name}: none of its columns ({', '.join(columns)}) is named "
-            f"{', '.join(TEXT_COLUMNS)} or {TOKENS_COLUMN}; name the one with the text by --training.text_column"
-        )
-    column = candidates[0]
-    kind = dataset.features.arrow_schema.field(column).type
-    if not (_holds_text(kind) or _holds_lists(kind) or _holds_mixed(kind)):
-        raise UserError(
-            f"--training.dataset {name}: column {column} holds {kind}, neither text nor lists of token ids; "
-            "name another with --training.text_column"
-        )
-    return column
-
-
-def _holds_text(kind) -> bool:
-    from pyarrow import types
-
-    # A column of type null has only missing values: each of its rows is reported as such.
-    return types.is_string(kind) or types.is_large_string(kind) or types.is_null(kind)
-
-
-def _holds_mixed(kind) -> bool:
-    """Newer ``datasets`` keep a JSON column of several types; its rows that are not text are reported one by one."""
-    return getattr(kind, "extension_name", "") == "arrow.json"
-
-
-def _holds_lists(kind) -> bool:
-    from pyarrow import types
-
-    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-    return is_list and types.is_integer(kind.value_type)
-
-
-def _token_ids(value) -> np.ndarray | None:
-    if not value.is_valid or value.values.null_count:
-        return None
-    return value.values.to_numpy(zero_copy_only=False).astype(np.int64, copy=False)

@@ -14,8 +14,7 @@ class StreamState:
     """The next unused token of one stream.
 
     Attributes:
-        cursors: per source, documents that the stream has finished; its next one stands at virtual position
-            ``stream + cursor * num_streams``.
+        cursors: per source, where the stream's next document stands there, as the source's order counts.
         draws: documents finished over all sources: the counter of the draw that chooses the next source.
         offset: tokens used of the document in hand.
         skipped: bad rows left out so far.

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from flame.data.documents import Documents, interleave
+from flame.data.mixture import Mixture
 from flame.data.order import RowOrder
 from flame.data.pack import Sequence, StreamBuffer, pack_sequence
-from flame.data.rows import read_rows
+from flame.data.rows import encode_values
+from flame.data.shard_order import ShardOrder
+from flame.data.shard_walk import ShardWalk
+from flame.data.shards import ShardedSource
 from flame.data.sources import Source
 from flame.data.state import StreamState
 from flame.data.tokenize import DocumentEncoder
+from flame.data.walks import RowWalk, Walk
 from flame.errors import UserError
 
 # A batch this large keeps the tokenizer at full speed, and small enough that its output stays in the processor's cache
@@ -32,49 +37,77 @@ class DataPlan:
 
     Attributes:
         sources: where rows come from.
-        orders: for each source, which row stands at a virtual position.
+        orders: for each source, which of its rows a stream gets, and when.
         encoder: rows to token ids.
-        num_streams: S; stream s visits the virtual positions s, s + S, s + 2S, ... of a source.
+        num_streams: S, the number of streams that the rows are dealt to.
         seq_len: tokens in a sequence.
         context_len: most tokens of one piece.
-        max_epochs: passes over the data, 0 for no end.
+        max_epochs: passes over each source, 0 for no end.
         skip_bad_rows: count rows without text instead of raising.
+        mixture: which source each document of a stream comes from.
     """
 
-    sources: list[Source]
-    orders: list[RowOrder]
+    sources: list[Source | ShardedSource]
+    orders: list[RowOrder | ShardOrder]
     encoder: DocumentEncoder
     num_streams: int
     seq_len: int
     context_len: int
     max_epochs: int = 0
     skip_bad_rows: bool = False
+    mixture: Mixture = field(default_factory=lambda: Mixture([1.0], seed=0))
 
-    def num_documents(self, stream: int, source: int) -> int:
-        """How many documents of a source the stream draws in all its epochs."""
+    def start_state(self, stream: int) -> StreamState:
+        """The state of a stream that has not begun."""
+        return StreamState([order.start(stream) for order in self.orders])
+
+    def end_cursor(self, stream: int, source: int) -> int:
+        """The stream's cursor behind the last document that it draws from a source in all its epochs."""
         if not self.max_epochs:
             return NO_END
-        return max(0, -(-(self.max_epochs * len(self.sources[source]) - stream) // self.num_streams))
+        return self.orders[source].end(stream, self.max_epochs)
 
     def is_finished(self, stream: int, state: StreamState) -> bool:
-        """Whether the stream has used all its documents of the last epoch."""
-        return state.cursors[0] >= self.num_documents(stream, 0)
+        """Whether the stream has used all its documents of all sources."""
+        return all(state.cursors[source] >= self.end_cursor(stream, source) for source in self.mixture.drawn)
+
+    def open_walk(self, source: int, cursors: dict[int, int]) -> Walk:
+        """A walk over a source from the given cursors of some streams."""
+        ends = {stream: self.end_cursor(stream, source) for stream in cursors}
+        order = self.orders[source]
+        walk = ShardWalk if isinstance(order, ShardOrder) else RowWalk
+        return walk(self.sources[source], order, cursors, ends)
+
+    def has_empty_stream(self, streams: Iterable[int]) -> bool:
+        """Whether one of ``streams``, none of which has begun, will turn out to have no document at all.
+
+        That happens when fewer rows than streams share a lane, which shows only in the shards themselves.
+        """
+        if any(order.num_lanes == self.num_streams for order in self.orders if isinstance(order, ShardOrder)):
+            return False
+        starts = {stream: self.start_state(stream).cursors for stream in streams}
+        walks = [
+            self.open_walk(source, {stream: cursors[source] for stream, cursors in starts.items()})
+            for source in self.mixture.drawn
+        ]
+        return any(not any(walk.available(stream, 1) for walk in walks) for stream in starts)
 
 
 @dataclass(eq=False)
 class _Stream:
     number: int
     buffer: StreamBuffer
-    read_cursors: list[int]  # per source, the next document to read; ahead of the state's cursors
+    draws: int  # the next draw of a source; ahead of the state's
 
 
 @dataclass
 class _Request:
-    """Consecutive documents of one stream to read: the source of each, and its virtual position there."""
+    """Consecutive documents of one stream to read: of each its source, what the source's walk calls it, the cursor."""
 
     stream: _Stream
-    sources: np.ndarray  # int64 [documents]
-    positions: np.ndarray  # int64 [documents]
+    sources: list[int] = field(default_factory=list)
+    items: list = field(default_factory=list)
+    cursors: list[int] = field(default_factory=list)
 
 
 class StreamReader:
@@ -92,12 +125,17 @@ class StreamReader:
     def __init__(self, plan: DataPlan, numbers: list[int], states: list[StreamState]):
         self.plan = plan
         self.streams = [
-            _Stream(number, StreamBuffer(StreamState.from_list(state.to_list())), list(state.cursors))
+            _Stream(number, StreamBuffer(StreamState.from_list(state.to_list())), state.draws)
             for number, state in zip(numbers, states, strict=True)
         ]
+        starts = dict(zip(numbers, states, strict=True))
+        self.walks = {
+            source: plan.open_walk(source, {number: state.cursors[source] for number, state in starts.items()})
+            for source in plan.mixture.drawn
+        }
         self.num_documents = 0
         self.num_tokens = 0
-        self.num_fruitless = 0  # documents without tokens since the last one with some
+        self.fruitful_passes = 0.0  # passes over the sources up to the last document with tokens
 
     def __iter__(self) -> Iterator[Sequence]:
         """Yield without end, or until every stream has come to the end of the last epoch and left the round."""
@@ -105,10 +143,11 @@ class StreamReader:
         while self.streams:
             for stream in list(self.streams):
                 self._fill(stream, plan.seq_len)
+                is_empty = not stream.buffer.num_tokens
                 sequence = pack_sequence(stream.buffer, plan.seq_len, plan.context_len, plan.encoder.pad_id)
                 if plan.max_epochs and not self._fill(stream, 1):
-                    stream.buffer.finish_all()  # documents without tokens, up to the last
-                    sequence.state, sequence.is_last = stream.buffer.state.to_list(), True
+                    sequence.state, sequence.is_last = self._end(stream).to_list(), True
+                    sequence.is_empty = is_empty
                 yield sequence
                 if sequence.is_last:
                     self.streams.remove(stream)
@@ -138,52 +177,89 @@ class StreamReader:
             if missing <= 0:
                 continue
             request = self._draw(stream, min(math.ceil(missing / mean_tokens), rows_left))
-            if len(request.positions):
+            if request.items:
                 requests.append(request)
-                rows_left -= len(request.positions)
+                rows_left -= len(request.items)
             if not requests or not rows_left:
                 break
         return requests
 
     def _draw(self, stream: _Stream, count: int) -> _Request:
-        """The stream's next ``count`` documents, fewer at the end of the last epoch."""
-        cursor = stream.read_cursors[0]
-        count = min(count, self.plan.num_documents(stream.number, 0) - cursor)
-        positions = stream.number + np.arange(cursor, cursor + count, dtype=np.int64) * self.plan.num_streams
-        stream.read_cursors[0] += count
-        return _Request(stream, np.zeros(count, dtype=np.int64), positions)
+        """The stream's next ``count`` documents, fewer only where they end."""
+        request = _Request(stream)
+        while len(request.items) < count and self._extend(request, count - len(request.items)):
+            pass
+        return request
+
+    def _extend(self, request: _Request, count: int) -> bool:
+        """Add up to ``count`` documents, as far as none of the sources drawn has come to its end; False for none."""
+        number, mixture, draw = request.stream.number, self.plan.mixture, request.stream.draws
+        sources = self._up_to_an_end(number, mixture.choose(number, draw, count))
+        if not sources:
+            left = [source for source, walk in self.walks.items() if walk.available(number, 1)]
+            if not left:
+                return False
+            sources = [mixture.choose_among(left, number, draw)]
+        taken = {source: self.walks[source].take(number, sources.count(source)) for source in set(sources)}
+        rows = {source: zip(*items_and_cursors, strict=True) for source, items_and_cursors in taken.items()}
+        for source in sources:
+            item, cursor = next(rows[source])
+            request.sources.append(source)
+            request.items.append(item)
+            request.cursors.append(cursor)
+        request.stream.draws += len(sources)
+        return True
+
+    def _up_to_an_end(self, number: int, sources: list[int]) -> list[int]:
+        """The first of the drawn ``sources``, up to one that has no document left for the stream."""
+        for source in set(sources):
+            wanted = sources.count(source)
+            available = self.walks[source].available(number, wanted)
+            if available < wanted:
+                places = [place for place, drawn in enumerate(sources) if drawn == source]
+                sources = sources[: places[available]]
+        return sources
+
+    def _end(self, stream: _Stream) -> StreamState:
+        """The state of a stream behind its last document; those that it has not used up have no tokens."""
+        stream.buffer.finish_all()
+        state = stream.buffer.state
+        for source in self.walks:
+            state.cursors[source] = self.plan.end_cursor(stream.number, source)
+        return state
 
     def _read_batch(self, requests: list[_Request]) -> None:
-        sources = np.concatenate([request.sources for request in requests])
-        positions = np.concatenate([request.positions for request in requests])
-        documents = read_documents(self.plan, sources, positions)
+        documents = self._read_documents(requests)
         start = 0
         for request in requests:
-            stop = start + len(request.positions)
-            request.stream.buffer.push(documents.select(start, stop), request.sources.tolist())
+            stop = start + len(request.items)
+            request.stream.buffer.push(documents.select(start, stop), request.sources, request.cursors)
             start = stop
         self.num_documents += len(documents)
         self.num_tokens += len(documents.tokens)
-        self._check_progress(documents)
+        self._check_progress(len(documents.tokens) > 0)
 
-    def _check_progress(self, documents: Documents) -> None:
-        """Raise when so many documents in a row had no token that there can be none that has."""
-        self.num_fruitless = 0 if len(documents.tokens) else self.num_fruitless + len(documents)
-        if self.num_fruitless > FRUITLESS_PASSES * sum(map(len, self.plan.sources)):
+    def _read_documents(self, requests: list[_Request]) -> Documents:
+        """Read and tokenise what the requests ask for, source by source, in the order of the requests.
+
+        Raises:
+            UserError: a row cannot be read, or holds no text and ``plan.skip_bad_rows`` is off.
+        """
+        plan = self.plan
+        sources = np.array([source for request in requests for source in request.sources])
+        items = [item for request in requests for item in request.items]
+        parts, places = [], []
+        for source in np.unique(sources).tolist():
+            places.append(np.flatnonzero(sources == source))
+            values, labels = self.walks[source].read([items[place] for place in places[-1].tolist()])
+            parts.append(encode_values(plan.sources[source], values, labels, plan.encoder, plan.skip_bad_rows))
+        return interleave(parts, places)
+
+    def _check_progress(self, is_fruitful: bool) -> None:
+        """Raise when so many passes over all sources gave no token that there can be none."""
+        passes = min(walk.num_passes() for walk in self.walks.values())
+        if is_fruitful:
+            self.fruitful_passes = passes
+        elif passes > self.fruitful_passes + FRUITLESS_PASSES:
             names = ", ".join(source.name for source in self.plan.sources)
             raise UserError(f"--training.dataset {names}: no row holds any text")
-
-
-def read_documents(plan: DataPlan, sources: np.ndarray, positions: np.ndarray) -> Documents:
-    """Read and tokenise the documents at virtual ``positions`` of their ``sources``, both int64 [n].
-
-    Raises:
-        UserError: a row cannot be read, or holds no text and ``plan.skip_bad_rows`` is off; it names source, row and
-            column.
-    """
-    parts, places = [], []
-    for source in np.unique(sources).tolist():
-        places.append(np.flatnonzero(sources == source))
-        rows = plan.orders[source].rows(positions[places[-1]]).tolist()
-        parts.append(read_rows(plan.sources[source], rows, plan.encoder, plan.skip_bad_rows))
-    return interleave(parts, places)

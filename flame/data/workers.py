@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from fsspec.asyn import reset_lock
 from torch.utils.data import DataLoader, IterableDataset
 
 from flame.data.pack import Sequence
@@ -130,5 +131,6 @@ def _settle_worker(worker_id: int) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
+    reset_lock()  # the thread that fsspec reads remote files with is not in a forked process; it starts another
     # A forked process has lost the tokenizer's thread pool and would wait for it for ever.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -103,7 +103,7 @@ def test_edges_that_are_allowed(words):
         (["--training.data_probs", "0.5"], "--training.data_probs = [0.5]: must sum to 1, not 0.5"),
         (
             ["--training.dataset_name", "a,b"],
-            '--training.dataset_name = ["a", "b"]: 2 for 1 datasets; give one for each',
+            '--training.dataset_name = ["a", "b"]: 2 for 1 datasets; give one for each, or one for all',
         ),
         (
             ["--no-checkpoint.enable_checkpoint", "--checkpoint.load_step", "5"],
@@ -136,10 +136,16 @@ def test_probabilities_and_names_are_counted_against_the_datasets():
     with pytest.raises(ConfigError) as error:
         parse_args(["--model.config", "a/b", "--training.dataset", "a,b", "--training.data_probs", "0.5,0.3,0.3"])
     assert [each.partition(" = ")[0] for each in error.value.faults] == [
-        "--training.dataset",
         "--training.data_probs",
         "--training.data_probs",
     ]
+
+
+@pytest.mark.parametrize("key", ["dataset_name", "dataset_split", "data_dir", "data_files"])
+def test_one_value_serves_all_datasets(key):
+    assert faults("--training.dataset", "a,b", f"--training.{key}", "x") == []
+    (fault,) = faults("--training.dataset", "a,b", f"--training.{key}", "x,y")
+    assert fault.endswith("2 for 3 datasets; give one for each, or one for all")
 
 
 def test_what_a_job_needs():
@@ -194,7 +200,6 @@ def test_what_this_version_lacks_is_refused(name):
     "flag",
     [
         "--training.compile",
-        "--training.streaming",
         "--training.enable_cpu_offload",
         "--training.tensor_parallel_degree=2",
         "--training.data_parallel_replicate_degree=2",
@@ -208,7 +213,6 @@ def test_what_this_version_lacks_is_refused(name):
         "--memory_estimation.enabled",
         "--fault_tolerance.enable",
         "--optimizer.early_step_in_backward",
-        "--training.shuffle=block",
     ],
 )
 def test_later_features_by_their_flag(flag):

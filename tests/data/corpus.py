@@ -1,5 +1,9 @@
 """A tokenizer whose tokens are words, and a job on rows of the test's making."""
 
+import gzip
+import itertools
+import json
+
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -31,17 +35,28 @@ def numbered_texts(lengths: list[int]) -> list[str]:
     return texts
 
 
+def write_shards(folder, sizes: list[int], lengths: list[int]) -> str:
+    """Files of so many rows each, every other one compressed; returns the glob that finds them."""
+    texts = iter(numbered_texts(list(itertools.islice(itertools.cycle(lengths), sum(sizes)))))
+    folder.mkdir()
+    for number, size in enumerate(sizes):
+        lines = "".join(json.dumps({"id": row, "text": next(texts)}) + "\n" for row in range(size)).encode()
+        path = folder / f"{number}.jsonl{'.gz' if number % 2 else ''}"
+        path.write_bytes(gzip.compress(lines) if number % 2 else lines)
+    return f"{folder}/*.jsonl*"
+
+
 def make_plan(texts, seq_len, num_streams=1, context_len=None, shuffle="global", tokenizer=None, **options) -> DataPlan:
     source = TextSource("texts", texts)
     encoder = DocumentEncoder(tokenizer or word_tokenizer())
-    orders = [RowOrder(len(texts), 42, 0, shuffle)]
+    orders = [RowOrder(len(texts), 42, 0, shuffle, num_streams)]
     return DataPlan([source], orders, encoder, num_streams, seq_len, context_len or seq_len, **options)
 
 
 def make_config(dataset: str, **training) -> JobConfig:
     """A job on ``dataset`` with small sequences, in this process, and the given ``[training]`` values."""
     config = JobConfig()
-    values = {"dataset": [dataset], "seq_len": 8, "batch_size": 2, "num_workers": 0, "num_streams": 60}
+    values = {"dataset": dataset.split(","), "seq_len": 8, "batch_size": 2, "num_workers": 0, "num_streams": 60}
     for name, value in {**values, "log_data_hash": True, **training}.items():
         setattr(config.training, name, value)
     return config

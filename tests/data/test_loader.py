@@ -10,6 +10,7 @@ from flame.data.state import merge_state_dicts
 from flame.errors import UserError
 
 from .corpus import EOS, make_loader, numbered_texts, word_tokenizer
+from .ranks import Ranks
 
 LENGTHS = [5, 40, 1, 17, 3, 9, 26, 2, 11, 8] * 7
 GLOBAL_BATCH = 24
@@ -19,38 +20,6 @@ GLOBAL_BATCH = 24
 def corpus(tmp_path) -> str:
     datasets.Dataset.from_dict({"text": numbered_texts(LENGTHS)}).save_to_disk(tmp_path / "corpus")
     return str(tmp_path / "corpus")
-
-
-class Ranks:
-    """The loaders of all ranks of a job, stepped together."""
-
-    def __init__(self, corpus: str, dp_size: int, accumulation: int = 1, **training):
-        training["gradient_accumulation_steps"] = accumulation
-        training["batch_size"] = GLOBAL_BATCH // dp_size // accumulation
-        self.loaders = [make_loader(corpus, rank, dp_size, **training) for rank in range(dp_size)]
-
-    def step_hashes(self, num_steps: int) -> list[str]:
-        hashes = []
-        for _ in range(num_steps):
-            digests = {}
-            for loader in self.loaders:
-                for batch in loader.next_step():
-                    digests.update(zip(batch.numbers, batch.digests, strict=True))
-            assert len(digests) == GLOBAL_BATCH
-            hashes.append(combine_digests(digests))
-        return hashes
-
-    def save(self) -> dict:
-        return json.loads(json.dumps(merge_state_dicts([loader.state_dict() for loader in self.loaders])))
-
-    def load(self, state: dict) -> "Ranks":
-        for loader in self.loaders:
-            loader.load_state_dict(state)
-        return self
-
-    def close(self) -> None:
-        for loader in self.loaders:
-            loader.close()
 
 
 @pytest.mark.parametrize("varlen", [True, False])

@@ -12,7 +12,9 @@ from flame.data.state import StreamState
 
 def push(buffer: StreamBuffer, lengths: list[int], start: int = 0) -> None:
     tokens = np.arange(start, start + sum(lengths), dtype=np.int32)
-    buffer.push(Documents(tokens, list(itertools.accumulate(lengths))), [0] * len(lengths))
+    first = buffer.state.cursors[0] + sum(len(block.documents) - block.num_finished for block in buffer.blocks)
+    cursors = list(range(first + 1, first + len(lengths) + 1))
+    buffer.push(Documents(tokens, list(itertools.accumulate(lengths))), [0] * len(lengths), cursors)
 
 
 def pack(lengths: list[int], seq_len: int, context_len: int | None = None, split: int = 0):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import datasets
 import pytest
 
-from flame.data.sources import DatasetSource, SourceSpec, open_source, source_specs
+from flame.data.sources import DatasetSource, SourceSpec, open_source, open_sources, source_specs
 from flame.errors import UserError
 
 
@@ -21,6 +21,21 @@ def test_one_dataset_takes_all_data_files():
 def test_single_values_serve_every_dataset():
     specs = source_specs(training(dataset=["a", "b"], dataset_split=["dev"], dataset_name=["x", "y"]))
     assert specs == [SourceSpec("a", "x", "dev"), SourceSpec("b", "y", "dev")]
+
+
+def test_several_datasets_have_their_own_files_or_the_same():
+    one, other = source_specs(training(dataset=["a", "b"], data_files=["x.json", ""], data_dir=["d"]))
+    assert (one.data_files, other.data_files, one.data_dir, other.data_dir) == (("x.json",), (), "d", "d")
+    assert source_specs(training(dataset=["a", "b"], data_files=["*.gz"]))[1].data_files == ("*.gz",)
+
+
+def test_sources_of_one_dataset_get_names_of_their_own(tmp_path):
+    (tmp_path / "1.txt").write_text("a\n")
+    (tmp_path / "2.txt").write_text("b\n")
+    folder = str(tmp_path)
+    values = {"dataset": [folder] * 3, "data_files": ["1.txt", "2.txt", "2.txt"], "text_column": "", "streaming": False}
+    names = [source.name for source in open_sources(training(**values))]
+    assert names == [f"{folder}:1.txt", f"{folder}:2.txt (2)", f"{folder}:2.txt (3)"]
 
 
 def test_split_defaults_to_train():
