@@ -192,7 +192,6 @@ def test_what_this_version_lacks_is_refused(name):
     "flag",
     [
         "--training.compile",
-        "--training.streaming",
         "--training.enable_cpu_offload",
         "--training.tensor_parallel_degree=2",
         "--training.data_parallel_replicate_degree=2",
@@ -206,7 +205,6 @@ def test_what_this_version_lacks_is_refused(name):
         "--memory_estimation.enabled",
         "--fault_tolerance.enable",
         "--optimizer.early_step_in_backward",
-        "--training.shuffle=block",
     ],
 )
 def test_later_features_by_their_flag(flag):
