@@ -79,7 +79,8 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         results = [measure_case(case, Path(folder), tokenizer, arguments) for case in list_cases(arguments)]
         start = measure_starts(Path(folder), tokenizer, arguments) if arguments.start_rows else {}
-    print(format_table(results))
+    if results:
+        print(format_table(results))
     if start:
         print(format_starts(start))
     figures = json.dumps({"load_average": os.getloadavg(), "speed": results, "start": start})

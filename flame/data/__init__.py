@@ -2,14 +2,20 @@
 
 ============= ==================================================================================
 sources       what the rows are: local files, saved folders, hub datasets, the standard library
+columns       which of their columns is trained on
+shards        sources that stream in, front to back
 loading       getting them through ``datasets``, with faults that say what to change
 order         which row stands at a virtual position, by the keyed permutation of ``permutation``
+shard_order   which rows of which shards a stream gets, when they stream in
+mixture       which source each document of a stream comes from
+walks         how streams walk the rows of one source; ``shard_walk`` the same for shards, with the queues of ``spill``
 tokenize      text to token ids, with the BOS/EOS policy
 rows          rows to ``documents``, and what is wrong with a row that cannot become one
-streams       the logical streams: they walk the order, read ahead and tokenise in batches
+streams       the logical streams: they draw documents, read ahead and tokenise in batches
 pack          documents to sequences: inputs, targets, document boundaries
 workers       the processes that make sequences
 loader        one rank's share of the global order, as instances of ``batch``
+prefetch      the next step's batches on the device ahead of use
 state         what is saved, and merged over ranks
 fingerprint   what tells one job's data from another's
 ============= ==================================================================================

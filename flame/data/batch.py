@@ -22,6 +22,7 @@ class Batch:
             T = seq_len).
         numbers: global number of each sequence.
         digests: SHA-256 of each sequence, when asked for.
+        copy: the same on a device, or on its way there; ``copied`` is recorded behind it.
     """
 
     input_ids: torch.Tensor
@@ -29,6 +30,8 @@ class Batch:
     cu_seqlens: torch.Tensor | None = None
     numbers: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
+    copy: Batch | None = None
+    copied: torch.cuda.Event | None = None
 
     @property
     def num_valid(self) -> int:
@@ -37,9 +40,20 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on a device; from page-locked memory the host does not wait for the copy."""
+        if self.copy is not None and self.copy.input_ids.device == device:
+            return self._take_copy()
         cu_seqlens = None if self.cu_seqlens is None else self.cu_seqlens.to(device, non_blocking=True)
         input_ids, labels = (each.to(device, non_blocking=True) for each in (self.input_ids, self.labels))
         return Batch(input_ids, labels, cu_seqlens, self.numbers, self.digests)
+
+    def _take_copy(self) -> Batch:
+        """The copy that is on its way; the current stream waits for it, and its memory for the current stream."""
+        copy, stream = self.copy, torch.cuda.current_stream(self.copy.input_ids.device)
+        stream.wait_event(self.copied)
+        for tensor in (copy.input_ids, copy.labels, copy.cu_seqlens):
+            if tensor is not None:
+                tensor.record_stream(stream)
+        return copy
 
     def pin_memory(self) -> Batch:
         """The same batch in page-locked memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -106,6 +107,12 @@ class DataLoader:
             "fingerprint": self.fingerprint,
             "streams": {str(number): state.to_list() for number, state in self.states.items()},
         }
+
+    def snapshot(self) -> DataLoader:
+        """This position of the loader, for ``state_dict`` and the counts, not to be stepped; the loader may go on."""
+        snapshot = copy.copy(self)
+        snapshot.pool, snapshot.states = None, dict(self.states)
+        return snapshot
 
     def load_state_dict(self, merged: dict) -> None:
         """Go on from what ``merge_state_dicts`` made, at any number of ranks and workers.

@@ -84,15 +84,29 @@ class SequencePool:
 
         Raises:
             UserError: a row is bad.
+            RuntimeError: a worker died.
         """
         number, maker = self.round[0]
-        sequence = next(self.makers[maker])
+        sequence = self._receive(maker)
         if isinstance(sequence, WorkerFault):
             raise UserError(sequence.message)
         self.round.popleft()
         if not sequence.is_last:
             self.round.append((number, maker))
         return sequence
+
+    def _receive(self, maker: int) -> Sequence | WorkerFault:
+        try:
+            return next(self.makers[maker])
+        except RuntimeError as error:
+            dead = [worker for worker in self.workers if worker.exitcode]
+            if not dead:
+                raise
+            codes = ", ".join(f"process {worker.pid}: exit code {worker.exitcode}" for worker in dead)
+            raise RuntimeError(
+                f"a data worker died ({codes}; -9 is mostly the system running out of memory: use fewer "
+                "--training.num_workers, or a smaller --training.prefetch_factor)"
+            ) from error
 
     def close(self) -> None:
         """End the workers, by force where one hangs: they ignore the signal that a ``DataLoader`` would send."""

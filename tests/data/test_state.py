@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from flame.data.shard_order import join_cursor
 from flame.data.state import StreamState, check_fingerprint, merge_state_dicts
 from flame.errors import UserError
 
@@ -26,7 +27,8 @@ def test_a_missing_rank_is_noticed():
 
 
 def test_state_of_a_thousand_streams_and_four_sources_is_small():
-    streams = {str(number): StreamState([10**6] * 4, 4 * 10**6, 10**6, 1000).to_list() for number in range(1024)}
+    cursors = [10**6, 10**6, join_cursor(10**4, 10**5), join_cursor(10**4, 10**5)]
+    streams = {str(number): StreamState(cursors, 4 * 10**6, 10**6, 1000).to_list() for number in range(1024)}
     assert len(json.dumps(merge_state_dicts([part(streams, 1024)]))) < 128 * 1024
 
 

@@ -36,9 +36,18 @@ def inspect(capsys, *arguments: str) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-@pytest.mark.parametrize("varlen", ["--training.varlen", "--training.no-varlen"])
-def test_hashes_do_not_depend_on_the_layout(corpus, capsys, varlen):
-    common = (corpus, varlen, "--steps=5", "--hash")
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--training.varlen"],
+        ["--training.no-varlen"],
+        ["--training.streaming"],
+        ["--training.dataset=builtin:stdlib", "--training.data_probs=0.5,0.5"],
+    ],
+    ids=["varlen", "plain", "streaming", "mixture"],
+)
+def test_hashes_do_not_depend_on_the_layout(corpus, capsys, options):
+    common = (corpus, *options, "--steps=5", "--hash")
     hashes = inspect(capsys, *common, "--training.batch_size=24")
     assert len(set(hashes)) == 5 and all(len(value) == 64 for value in hashes)
     for dp_degree, batch_size, accumulation, workers in [(1, 2, 12, 3), (2, 12, 1, 1), (3, 4, 2, 0), (4, 2, 3, 0)]:

@@ -1,0 +1,63 @@
+import json
+
+import datasets
+import pytest
+import torch
+
+from flame.data.prefetch import DevicePrefetcher
+from flame.data.state import merge_state_dicts
+
+from .corpus import make_loader, numbered_texts
+
+
+@pytest.fixture
+def corpus(tmp_path) -> str:
+    datasets.Dataset.from_dict({"text": numbered_texts([5, 40, 1, 17, 3] * 4)}).save_to_disk(tmp_path / "corpus")
+    return str(tmp_path / "corpus")
+
+
+def digests(batches) -> list[bytes]:
+    return [digest for batch in batches for digest in batch.digests]
+
+
+def test_state_and_counts_are_those_of_the_last_step_handed_out(corpus):
+    plain, ahead = make_loader(corpus), DevicePrefetcher(make_loader(corpus), torch.device("cpu"))
+    for _ in range(5):
+        assert digests(ahead.next_step()) == digests(plain.next_step())
+        ahead.prefetch()
+        ahead.prefetch()
+        assert json.dumps(ahead.state_dict()) == json.dumps(plain.state_dict())
+        assert ahead.epochs() == plain.epochs() and ahead.num_skipped_rows == 0
+    state = merge_state_dicts([ahead.state_dict()])
+    ahead.next_step()
+    ahead.prefetch()
+    ahead.load_state_dict(state)
+    assert digests(ahead.next_step()) == digests(plain.next_step())
+    ahead.close()
+
+
+def test_the_end_of_the_data_comes_when_it_is_reached(corpus):
+    loader = DevicePrefetcher(make_loader(corpus, max_epochs=1, num_streams=12), torch.device("cpu"))
+    plain, num_steps = make_loader(corpus, max_epochs=1, num_streams=12), 0
+    with pytest.raises(StopIteration):
+        while True:
+            plain.next_step()
+            num_steps += 1
+    for _ in range(num_steps):
+        loader.next_step()
+        loader.prefetch()
+    with pytest.raises(StopIteration):
+        loader.next_step()
+
+
+@pytest.mark.gpu
+def test_copies_are_made_ahead_and_given_to_whoever_asks(corpus):
+    device = torch.device("cuda", torch.cuda.current_device())
+    plain, loader = make_loader(corpus, varlen=True), DevicePrefetcher(make_loader(corpus, varlen=True), device)
+    for _ in range(5):
+        loader.prefetch()
+        for batch, expected in zip(loader.next_step(), plain.next_step(), strict=True):
+            copy = batch.to(device)
+            assert copy is batch.copy and copy.input_ids.device == device
+            assert torch.equal(copy.labels.cpu(), expected.labels)
+            assert torch.equal(copy.cu_seqlens.cpu(), expected.cu_seqlens)
