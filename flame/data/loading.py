@@ -57,9 +57,11 @@ def load_rows(spec, streaming: bool = False):
     """
     path = Path(spec.dataset).expanduser()
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        _check_unused(spec, "a folder of save_to_disk")
         return _load_saved(spec, path)
     files = _expand_files(spec.dataset)
     if files:
+        _check_unused(spec, "a file")
         if not any(is_url(file) or Path(file).stat().st_size for file in files):
             raise UserError(f"--training.dataset {spec.dataset}: it is empty")
         builder = _builder_for(spec.dataset, files)
@@ -70,6 +72,19 @@ def load_rows(spec, streaming: bool = False):
     options = {"data_dir": spec.data_dir or None, "data_files": list(spec.data_files) or None}
     target = str(path) if path.is_dir() else spec.dataset
     return _load(spec, target, streaming, name=spec.name or None, split=spec.split, **options)
+
+
+def _check_unused(spec, kind: str) -> None:
+    """Name what a source of this kind has no use for: what chooses files is refused, a config's name is not read.
+
+    Raises:
+        UserError: ``data_dir`` or ``data_files`` is given.
+    """
+    for option, value in (("data_dir", spec.data_dir), ("data_files", spec.data_files)):
+        if value:
+            raise UserError(f"--training.{option} {value}: {spec.dataset} is {kind}, which has none; leave it out")
+    if spec.name and spec.name != "default":
+        logger.warning("training.dataset_name = %s is not used: %s is %s", spec.name, spec.dataset, kind)
 
 
 def with_retries(action: Callable[[], object], what: str, sleep: Callable[[float], None] = time.sleep):

@@ -7,7 +7,6 @@ from typing import Protocol
 
 import numpy as np
 
-from flame.data.columns import TOKENS_COLUMN as TOKENS_COLUMN
 from flame.data.columns import choose_column, holds_lists, holds_mixed, token_ids
 from flame.data.loading import load_rows
 from flame.data.shards import ShardedSource

@@ -103,7 +103,7 @@ class PartWriter:
         """
         import pyarrow as pa
 
-        from flame.data.sources import TOKENS_COLUMN
+        from flame.data.columns import TOKENS_COLUMN
         from flame.utils.parts import write_whole
 
         schema = pa.schema({TOKENS_COLUMN: pa.list_(pa.from_numpy_dtype(self.encoder.dtype))})
