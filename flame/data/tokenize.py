@@ -91,7 +91,10 @@ class DocumentEncoder:
     def fingerprint(self) -> dict[str, str | list[int]]:
         """What decides the tokens of a document, as plain data."""
         vocab = json.dumps(sorted(self.tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0])))
-        probe = self.tokenizer(PROBE_TEXT, add_special_tokens=False, verbose=False)["input_ids"]
+        try:
+            probe = self.tokenizer(PROBE_TEXT, add_special_tokens=False, verbose=False)["input_ids"]
+        except Exception as error:  # tokenizers raises plain Exception
+            raise UserError(f"--model.tokenizer_path: it cannot encode ordinary text: {_first_line(error)}") from error
         digest = hashlib.sha256(f"{vocab}{list(probe)}".encode()).hexdigest()
         return {"vocabulary": digest[:32], "opening": list(self.opening), "closing": list(self.closing)}
 
