@@ -137,6 +137,8 @@ def _check_optimizer(config: JobConfig) -> Iterator[Fault]:
 def _check_datasets(config: JobConfig) -> Iterator[Fault]:
     training = config.training
     count = len(training.dataset)
+    if count > 1 and not all(training.dataset):
+        yield _fault(config, "training.dataset", "an entry between two commas is empty")
     for key in ("dataset_name", "dataset_split", "data_dir", "data_files", "data_probs"):
         given = len(getattr(training, key))
         one_for_all = given == 1 and key != "data_probs"

@@ -104,6 +104,7 @@ class DataLoader:
             "num_streams": self.plan.num_streams,
             "turn": self.turn,
             "is_draining": self.is_draining,
+            "max_epochs": self.plan.max_epochs,
             "fingerprint": self.fingerprint,
             "streams": {str(number): state.to_list() for number, state in self.states.items()},
         }
@@ -129,11 +130,33 @@ class DataLoader:
             )
         if not self.training.ignore_data_fingerprint:
             check_fingerprint(merged["fingerprint"], self.fingerprint)
+        self._check_positions(merged)
         self.close()
         self.num_sequences, self.turn = merged["num_sequences"], merged["turn"]
         self.is_draining = merged["is_draining"]
         numbers = range(self.plan.num_streams) if self.is_draining else self.own_streams
         self.states = {number: StreamState.from_list(merged["streams"][number]) for number in numbers}
+
+    def _check_positions(self, merged: dict) -> None:
+        """Refuse positions that mean nothing here, whatever the fingerprint is allowed to differ in.
+
+        Raises:
+            UserError: another number of datasets, or another end of streamed data.
+        """
+        num_sources = len(StreamState.from_list(merged["streams"][0]).cursors)
+        if num_sources != len(self.plan.sources):
+            raise UserError(
+                f"--training.dataset names {len(self.plan.sources)} datasets, the checkpoint's data state is of "
+                f"{num_sources}; give as many, or leave the state out: --checkpoint.exclude_from_loading dataloader"
+            )
+        is_streamed = any(isinstance(order, ShardOrder) for order in self.plan.orders)
+        if is_streamed and merged["max_epochs"] != self.plan.max_epochs:
+            # A stream that has had its passes no longer knows its place in the shard that it shared with others.
+            raise UserError(
+                f"--training.max_epochs {self.plan.max_epochs}: the checkpoint has {merged['max_epochs']}, and "
+                "streamed data cannot go on past another end; give that number, or start the data anew with "
+                "--checkpoint.exclude_from_loading dataloader"
+            )
 
     def epochs(self) -> dict[str, float]:
         """Passes over each source so far, judged by this rank's streams."""

@@ -93,6 +93,10 @@ def test_edges_that_are_allowed(words):
             "--training.seq_len = 70000: batch_size * seq_len is 4900000000, more than the 2147483647 tokens of a row",
         ),
         (
+            ["--training.dataset", "a,,b"],
+            '--training.dataset = ["builtin:stdlib", "a", "", "b"]: an entry between two commas is empty',
+        ),
+        (
             ["--checkpoint.folder", "../elsewhere"],
             '--checkpoint.folder = "../elsewhere": is a folder inside job.dump_folder: no absolute path, no ..',
         ),
