@@ -116,7 +116,7 @@ def test_starting_from_a_hugging_face_folder_with_part_left_out(demo, tmp_path):
 
 def test_two_processes_equal_one_with_twice_the_accumulation(tmp_path):
     """Through the launcher, with blanks in the folder and the description."""
-    options = {"training.steps": "4", "job.description": "two words = one run", "training.num_workers": "1"}
+    options = {"training.steps": "10", "job.description": "two words = one run", "training.num_workers": "1"}
     one = Job(tmp_path / "one run", options | {"training.gradient_accumulation_steps": "2"})
     two = Job(tmp_path / "two runs", options)
     for job, num_processes in ((one, "1"), (two, "2")):
