@@ -57,11 +57,9 @@ def _resume(
     optimizer: torch.optim.Optimizer,
     checkpoints: CheckpointManager,
 ) -> dict[str, Any]:
-    create_optimizer_state(optimizer)
+    create_optimizer_state(optimizer)  # what is not loaded stays zero, as in a fresh optimizer
     tensors = model_tensors(model) | optimizer_tensors(model, optimizer)
     state = checkpoints.load(step, tensors, exclude=section.exclude_from_loading)
-    if "optimizer" not in checkpoints.contents(step) or "optimizer" in section.exclude_from_loading:
-        optimizer.state.clear()
     logger.info("resumed from step %d", step)
     return state
 

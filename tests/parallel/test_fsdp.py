@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor
 
 from flame.config import Comm, Optimizer
 from flame.errors import UserError
+from flame.launch.layout import free_port
 from flame.parallel.clip import clip_gradients
 from flame.parallel.distributed import Distributed, init_distributed, shutdown
 from flame.parallel.fsdp import reshard, shard_model
 from flame.training.optimizer import build_optimizer
-from tests.runs.harness import free_port
 
 
 @pytest.fixture

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from flame.launch.layout import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -96,19 +97,18 @@ def _read(log) -> str:
     return log.read()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def user_environment(**variables: str) -> dict[str, str]:
+    """The environment of a user whose python is the one that runs the tests."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"} | variables
 
 
 def launch(*arguments: str, timeout: float = 300, **environment: str) -> subprocess.CompletedProcess:
     """``bash train.sh`` with arguments, as a user types it, in the environment that runs the tests."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
         ["bash", str(ROOT / "train.sh"), *arguments],
         cwd=ROOT,
-        env=os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"} | environment,
+        env=user_environment(**environment),
         capture_output=True,
         text=True,
         timeout=timeout,

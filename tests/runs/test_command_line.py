@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
 import tomllib
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from flame.launch import exit_codes
-from tests.runs.harness import ROOT, Job, launch
+from tests.runs.harness import ROOT, Job, launch, user_environment
 
 NUM_DEMO_STEPS = 400
 
@@ -173,10 +171,9 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path):
 
 def start(job: Job, num_processes: int) -> subprocess.Popen:
     """``bash train.sh`` in the background."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return subprocess.Popen(
         ["bash", str(ROOT / "train.sh"), *job.argv],
-        env=os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "NGPU": str(num_processes)},
+        env=user_environment(NGPU=str(num_processes)),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
