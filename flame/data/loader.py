@@ -171,6 +171,10 @@ class DataLoader:
         """Bad rows left out so far by this rank's streams."""
         return sum(state.skipped for state in self._own_states())
 
+    def dead_workers(self) -> str:
+        """What became of workers that died, and what helps; empty when none has."""
+        return self.pool.dead_workers() if self.pool is not None else ""
+
     def close(self) -> None:
         """End the workers; the next step starts them anew."""
         if self.pool is not None:
