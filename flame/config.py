@@ -186,15 +186,15 @@ class Training:
     persistent_workers: bool = option(False)
     """Keep the workers alive from one pass over the data to the next. They always stay, since
     passes follow each other without a break."""
-    data_parallel_replicate_degree: int = option(1, minimum=1, not_yet="set it to 1")
+    data_parallel_replicate_degree: int = option(1, minimum=1)
     """Copies of the model, each sharded over data_parallel_shard_degree devices."""
     data_parallel_shard_degree: int = option(-1, minimum=-1, refused={0: "set it to -1 or at least 1"})
     """Devices that the parameters are sharded over (FSDP). -1: all that the other degrees leave."""
     enable_cpu_offload: bool = option(False, not_yet=LEAVE_OFF)
     """Keep parameters, gradients and optimizer state in the host's memory."""
-    tensor_parallel_degree: int = option(1, minimum=1, not_yet="set it to 1")
+    tensor_parallel_degree: int = option(1, minimum=1)
     """Devices that each matrix is split over."""
-    disable_loss_parallel: bool = option(False, not_yet=LEAVE_OFF)
+    disable_loss_parallel: bool = option(False)
     """With tensor parallelism, compute the loss on whole logits instead of split ones."""
     fsdp_reshard_after_forward: str = option("default", choices=("default", "always", "never"))
     """Free a block's gathered parameters after its forward pass: always (less memory), never (less communication).

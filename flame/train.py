@@ -111,9 +111,10 @@ def train_step(run: Run, batches: list[Batch]) -> None:
     """One update: forward and backward over the micro-batches, clip, step.
 
     The loss is the sum over the global batch's valid targets divided by their number, whatever the layout: each rank's
-    share is scaled by the number of ranks, because FSDP averages gradients over them.
+    share is scaled by the number of ranks that FSDP averages gradients over.
     """
     dist = run.dist
+    scale = dist.degrees.replicate * dist.degrees.fsdp
     # torch.full, not torch.tensor: filling on the device does not make the host wait, copying to it does.
     num_local = torch.full((), float(sum(batch.num_valid for batch in batches)), device=dist.device)
     num_valid = dist.sum(num_local.clone()).clamp_(min=1.0)
@@ -122,7 +123,7 @@ def train_step(run: Run, batches: list[Batch]) -> None:
     for batch in batches:
         batch = batch.to(dist.device)
         loss = run.model(batch.input_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens)
-        (loss * (dist.world_size / num_valid)).backward()
+        (loss * (scale / num_valid)).backward()
         loss_sum += loss.detach()
 
     grad_norm = clip_gradients(run.parameters, run.config.training.max_norm)
@@ -135,11 +136,11 @@ def train_step(run: Run, batches: list[Batch]) -> None:
     run.meter.add(
         loss,
         grad_norm,
-        num_tokens=sum(batch.input_ids.numel() for batch in batches) * dist.world_size,
+        num_tokens=sum(batch.input_ids.numel() for batch in batches) * dist.data_size,
         skipped=bad,
         max_loss=max_loss,
         data_time=run.data.take_wait_time(),
-        flops=run.flops.step(batches),
+        flops=run.flops.step(batches) / dist.degrees.model,
     )
 
 

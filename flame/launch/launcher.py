@@ -18,8 +18,9 @@ from flame.cli import parse as cli
 from flame.config import JobConfig
 from flame.errors import UserError
 from flame.launch import exit_codes
-from flame.launch.layout import Layout, check_degrees, free_port, read_layout, threads_per_process
+from flame.launch.layout import Layout, free_port, read_layout, threads_per_process
 from flame.launch.versions import check_versions
+from flame.parallel.degrees import resolve_degrees
 
 DEMO = ["--job.config_file", "configs/debug.toml"]
 TRAINER = "flame.train"
@@ -40,7 +41,7 @@ def main(argv: list[str], trainer: str = TRAINER) -> int:
         config = cli.parse_args(argv)
         check_versions()
         layout = read_layout(os.environ)
-        check_degrees(config, layout.world_size)
+        resolve_degrees(config, layout.world_size)
     except UserError as error:
         print(error, file=sys.stderr)
         return exit_codes.USER_ERROR

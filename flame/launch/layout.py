@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 
-from flame.config import JobConfig
 from flame.errors import UserError
 
 
@@ -52,16 +51,6 @@ def read_layout(environ: Mapping[str, str]) -> Layout:
     if not all(rank.strip().isdigit() and int(rank) < processes for rank in shown.split(",")):
         raise UserError(f"LOG_RANK = {shown}: must be numbers from 0 to {processes - 1}, with commas")
     return Layout(num_nodes, processes, address or "127.0.0.1", port, shown)
-
-
-def check_degrees(config: JobConfig, world_size: int) -> None:
-    """Raise UserError when the job's parallel degrees do not make up the processes that there are."""
-    degree = config.training.data_parallel_shard_degree
-    if degree not in (-1, world_size):
-        raise UserError(
-            f"--training.data_parallel_shard_degree = {degree}: this version shards over all processes; "
-            f"there are {world_size} (NNODE * NGPU): set it to -1 or {world_size}"
-        )
 
 
 def _positive(environ: Mapping[str, str], name: str, default: int | None) -> int | None:

@@ -7,6 +7,9 @@ FSDP hangs on the root module (parameters gathered, output projection included),
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +24,31 @@ IGNORE_INDEX = -100
 L2WARP_PENALTY = 1e-4
 
 
-def attach_training_forward(model: nn.Module) -> nn.Module:
+@dataclass(frozen=True)
+class HeadOptions:
+    """What a model does to its logits before the cross entropy.
+
+    Attributes:
+        logit_scale: factor of the logits.
+        logit_softcapping: c in c tanh(logits / c), after the factor; None for no cap.
+        l2warp_penalty: times a row's largest logit is added to the gradient of that logit; 0 for nothing.
+    """
+
+    logit_scale: float = 1.0
+    logit_softcapping: float | None = None
+    l2warp_penalty: float = 0.0
+
+
+HeadLoss = Callable[[Tensor, nn.Linear, Tensor, HeadOptions], Tensor]
+"""(last hidden states [B, T, D], output projection, labels [B, T], options) -> sum of the token losses."""
+
+
+def attach_training_forward(model: nn.Module, loss: HeadLoss | None = None) -> nn.Module:
     """Make `model(input_ids, labels=..., cu_seqlens=...)` return the sum of the token losses (float32 scalar).
 
     input_ids and labels are int64 [B, T]; labels are already shifted, -100 is no target. cu_seqlens is int32 [N + 1],
     the document bounds of a packed row (B = 1), or None. Calls without labels reach the model's own forward.
+    `loss` takes the place of `head_loss(model)`, for layouts that split hidden states or vocabulary.
 
     Raises:
         UserError: a model whose loss this would not reproduce (see `check_loss_support`).
@@ -33,35 +56,38 @@ def attach_training_forward(model: nn.Module) -> nn.Module:
     check_loss_support(model)
     if not is_fla_model(model):
         use_native_attention(model)
-    own_forward = model.forward
+    own_forward, loss = model.forward, loss or head_loss(model)
 
     def forward(self: nn.Module, input_ids: Tensor, labels: Tensor | None = None, **kwargs) -> Tensor:
         if labels is None:
             return own_forward(input_ids, **kwargs)
-        return training_loss(self, input_ids, labels, **kwargs)
+        return training_loss(self, input_ids, labels, **kwargs, loss=loss)
 
     model.forward = types.MethodType(forward, model)
     return model
 
 
-def training_loss(model: nn.Module, input_ids: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+def training_loss(
+    model: nn.Module, input_ids: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None, *, loss: HeadLoss
+) -> Tensor:
     """Sum of the losses over valid targets, auxiliary terms included; see `attach_training_forward`."""
     packing = _packing_arguments(model, input_ids, cu_seqlens)
     with without_mask(has_native_attention(model) and cu_seqlens is not None):
         hidden_states = model.get_decoder()(input_ids=input_ids, use_cache=False, return_dict=False, **packing)[0]
-    head = model.get_output_embeddings()
+    return loss(hidden_states, model.get_output_embeddings(), labels, head_options(model))
+
+
+def head_loss(model: nn.Module) -> HeadLoss:
+    """The loss of whole hidden states through a whole output projection."""
+    return partial(_fla_loss, model.config) if is_fla_model(model) else _native_loss
+
+
+def head_options(model: nn.Module) -> HeadOptions:
+    """What the model does to its logits."""
+    config = model.config
     if is_fla_model(model):
-        return _fla_loss(model.config, hidden_states, head, labels)
-    return fused_linear_cross_entropy_loss(
-        hidden_states.flatten(0, 1),
-        labels.flatten(),
-        head.weight,
-        head.bias,
-        ignore_index=IGNORE_INDEX,
-        reduction="sum",
-        logit_scale=_logit_scale(model.config),
-        logit_softcapping=getattr(model.config, "final_logit_softcapping", None),
-    )
+        return HeadOptions(l2warp_penalty=L2WARP_PENALTY if getattr(config, "use_l2warp", False) else 0.0)
+    return HeadOptions(_logit_scale(config), getattr(config, "final_logit_softcapping", None))
 
 
 def check_loss_support(model: nn.Module) -> None:
@@ -180,13 +206,25 @@ def _logit_scale(config) -> float:
     return (1.0 if scale is None else scale) / (1.0 if divisor is None else divisor)
 
 
-def _fla_loss(config, hidden_states: Tensor, head: nn.Linear, labels: Tensor) -> Tensor:
+def _native_loss(hidden_states: Tensor, head: nn.Linear, labels: Tensor, options: HeadOptions) -> Tensor:
+    return fused_linear_cross_entropy_loss(
+        hidden_states.flatten(0, 1),
+        labels.flatten(),
+        head.weight,
+        head.bias,
+        ignore_index=IGNORE_INDEX,
+        reduction="sum",
+        logit_scale=options.logit_scale,
+        logit_softcapping=options.logit_softcapping,
+    )
+
+
+def _fla_loss(config, hidden_states: Tensor, head: nn.Linear, labels: Tensor, options: HeadOptions) -> Tensor:
     from fla.modules import FusedCrossEntropyLoss, FusedLinearCrossEntropyLoss
     from fla.modules.l2warp import l2_warp
 
-    use_l2warp = getattr(config, "use_l2warp", False)
-    # FLA divides the penalty by the number of tokens, for a mean loss; this sum is divided later, penalty included.
-    penalty = L2WARP_PENALTY * labels.numel()
+    use_l2warp = options.l2warp_penalty > 0
+    penalty = options.l2warp_penalty * labels.numel()  # FLA divides it by the number of tokens
     if getattr(config, "fuse_linear_cross_entropy", False):
         criterion = FusedLinearCrossEntropyLoss(
             ignore_index=IGNORE_INDEX, reduction="sum", use_l2warp=use_l2warp, l2_penalty_factor=penalty

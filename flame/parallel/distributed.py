@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flame.config import Comm
 from flame.errors import UserError
+from flame.parallel.degrees import Degrees
 
 T = TypeVar("T")
 SLOW_TIMEOUT = timedelta(hours=24)  # downloading and converting a dataset, writing and reading checkpoints
@@ -27,11 +28,16 @@ class Distributed:
     Attributes:
         rank: position among all processes, 0 … world_size − 1.
         local_rank: position among the processes of this node.
-        world_size: number of processes; all of them are data-parallel.
+        world_size: number of processes.
         device: the device this process computes on.
         slow_group: gloo group of all ranks for what may take long: downloads, checkpoints.
-        mesh: 1-D mesh named ``dp_shard`` over all processes; real even with one process, so that one device and many
-            take the same FSDP2 path.
+        degrees: ranks along each axis.
+        mesh: 4-D mesh (``pipeline``, ``replicate``, ``fsdp``, ``tensor``) that parameters are laid out on. Real even
+            with one process, so that one device and many take the same FSDP2 path (torchtitan's ``ParallelDims`` has
+            a fake group, which moves no data, for each degree of 1).
+        loss_group: the ranks with this rank's place along ``tensor``; those of another hold the same losses.
+        data_group: the ranks with this rank's place in every axis but those of the data.
+        context_group: the ranks that hold the other pieces of this rank's sequences.
     """
 
     rank: int
@@ -39,7 +45,11 @@ class Distributed:
     world_size: int
     device: torch.device
     slow_group: dist.ProcessGroup
+    degrees: Degrees
     mesh: DeviceMesh
+    loss_group: dist.ProcessGroup
+    data_group: dist.ProcessGroup
+    context_group: dist.ProcessGroup
 
     @property
     def is_main(self) -> bool:
@@ -49,15 +59,45 @@ class Distributed:
     def is_local_main(self) -> bool:
         return self.local_rank == 0
 
+    @property
+    def data_rank(self) -> int:
+        """Which of the ``data_size`` shares of the sequences this rank works on."""
+        return self.degrees.data_rank(self.rank)
+
+    @property
+    def data_size(self) -> int:
+        """Shares that the sequences are dealt to."""
+        return self.degrees.data
+
+    @property
+    def fsdp_mesh(self) -> DeviceMesh:
+        """What FSDP shards over: 1-D, or 2-D with the copies first."""
+        return self.mesh["replicate", "fsdp"] if self.degrees.replicate > 1 else self.mesh["fsdp"]
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes losses: it holds the last stage of the pipeline."""
+        return self.mesh.get_local_rank("pipeline") == self.degrees.pipeline - 1
+
     def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """Sum a tensor over all ranks, in place; on a GPU the host does not wait for it."""
-        dist.all_reduce(value, op=dist.ReduceOp.SUM)
+        """Sum a rank's share of the loss over all shares, in place; on a GPU the host does not wait for it."""
+        dist.all_reduce(value, op=dist.ReduceOp.SUM, group=self.loss_group)
+        return value
+
+    def sum_over_data(self, value: torch.Tensor) -> torch.Tensor:
+        """Sum what belongs to a share of the sequences over all shares, in place."""
+        dist.all_reduce(value, op=dist.ReduceOp.SUM, group=self.data_group)
         return value
 
     def max(self, value: torch.Tensor) -> torch.Tensor:
         """Maximum of a tensor over all ranks, in place; on a GPU the host does not wait for it."""
         dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return value
+
+    def gather_from_data(self, value: object) -> list:
+        """One plain value of each share of the sequences, on every rank, in the order of the shares."""
+        values = self.gather(value)
+        return [value for rank, value in enumerate(values) if self.degrees.is_data_leader(rank)]
 
     def gather(self, value: object) -> list:
         """Every rank's plain value, in rank order, on every rank."""
@@ -93,7 +133,7 @@ class Distributed:
         dist.barrier(group=self.slow_group)
 
 
-def init_distributed(comm: Comm, dump_folder: str | Path) -> Distributed:
+def init_distributed(comm: Comm, dump_folder: str | Path, degrees: Degrees | None = None) -> Distributed:
     """Join the process group described by torchrun's environment variables.
 
     On CUDA both NCCL and gloo are set up, so that host-side values travel without touching the device.
@@ -101,6 +141,7 @@ def init_distributed(comm: Comm, dump_folder: str | Path) -> Distributed:
     Args:
         comm: time-outs and flight-recorder size.
         dump_folder: run folder; flight-recorder dumps of a hang go to ``{dump_folder}/logs``.
+        degrees: ranks along each axis; all of them shard when not given.
 
     Raises:
         UserError: if a process has no device of its own.
@@ -122,9 +163,37 @@ def init_distributed(comm: Comm, dump_folder: str | Path) -> Distributed:
                 f"MASTER_ADDR and MASTER_PORT: the ranks cannot meet at {address}; leave them out on one machine, or "
                 f"give a free port ({str(error).splitlines()[0]})"
             ) from error
-    mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp_shard",))
     slow_group = dist.new_group(backend="gloo", timeout=SLOW_TIMEOUT)
-    return Distributed(rank, local_rank, world_size, device, slow_group, mesh)
+    degrees = degrees or Degrees(shard=world_size)
+    groups = _Groups(degrees, device)
+    return Distributed(
+        rank,
+        local_rank,
+        world_size,
+        device,
+        slow_group,
+        degrees,
+        groups.mesh(pipeline=degrees.pipeline, replicate=degrees.replicate, fsdp=degrees.fsdp, tensor=degrees.tensor),
+        groups.of("loss", loss=degrees.world // degrees.tensor, tensor=degrees.tensor),
+        groups.of("data", pipeline=degrees.pipeline, data=degrees.data, rest=degrees.context * degrees.tensor),
+        groups.of("context", rest=degrees.pipeline * degrees.data, context=degrees.context, tensor=degrees.tensor),
+    )
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Makes the groups of a job's axes; each way to read the ranks as axes is a mesh of its own."""
+
+    degrees: Degrees
+    device: torch.device
+
+    def mesh(self, **axes: int) -> DeviceMesh:
+        """A mesh over all ranks with these axes, outermost first."""
+        return init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+    def of(self, axis: str, **axes: int) -> dist.ProcessGroup:
+        """This rank's group along one of the axes."""
+        return dist.group.WORLD if axes[axis] == self.degrees.world else self.mesh(**axes).get_group(axis)
 
 
 def _pick_device(local_rank: int) -> torch.device:

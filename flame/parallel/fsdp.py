@@ -29,7 +29,7 @@ def shard_model(
     Args:
         model: model on the meta device, or materialised.
         blocks: (name, module) of the repeated blocks, in forward order.
-        mesh: 1-D device mesh.
+        mesh: 1-D device mesh to shard over, or 2-D: (copies, shards of each).
         param_dtype: dtype of the compute copies, a key of ``DTYPES``.
         reduce_dtype: dtype of the gradient reduction.
         reshard_after_forward: ``always`` frees a block's gathered weights after its forward; ``never`` keeps them for
@@ -38,7 +38,7 @@ def shard_model(
     precision = MixedPrecisionPolicy(param_dtype=DTYPES[param_dtype], reduce_dtype=DTYPES[reduce_dtype])
     # With one rank there is nothing to give back: the "gathered" weights are a cast copy, and freeing it would only
     # cost a second cast in the backward.
-    reshard = mesh.size() > 1 if reshard_after_forward == "default" else reshard_after_forward == "always"
+    reshard = mesh.size(-1) > 1 if reshard_after_forward == "default" else reshard_after_forward == "always"
     for _, block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
     # The root holds embedding, final norm and head, which the backward needs first: keep them gathered.

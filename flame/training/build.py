@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from pathlib import Path
 
@@ -21,7 +22,6 @@ from flame.data.loading import local_leader_first
 from flame.data.prefetch import DevicePrefetcher
 from flame.data.tokenize import load_tokenizer
 from flame.errors import UserError
-from flame.launch.layout import check_degrees
 from flame.metrics.console import log_to_file, setup_logging
 from flame.metrics.env import write_env
 from flame.metrics.logger import MetricLogger
@@ -30,8 +30,10 @@ from flame.models import BuiltModel, build_model, check_positions, find_blocks, 
 from flame.models.backend import check_supported, setup_backend
 from flame.models.flops import FlopCounter, num_parameters
 from flame.models.loss import attach_training_forward, check_causal, check_varlen_support, is_fla_model
+from flame.parallel.degrees import resolve_degrees
 from flame.parallel.distributed import Distributed, init_distributed
 from flame.parallel.fsdp import reshard, shard_model
+from flame.parallel.tensor_plans import share_model
 from flame.training.finish import check_finish
 from flame.training.lock import RunFolderLock
 from flame.training.optimizer import build_optimizer
@@ -50,10 +52,10 @@ def build_run(config: JobConfig) -> Run:
     Raises:
         UserError: the job cannot run as configured; the message says what to change.
     """
-    dist = init_distributed(config.comm, config.job.dump_folder)
+    degrees = resolve_degrees(config, int(os.environ.get("WORLD_SIZE", "1")))
+    dist = init_distributed(config.comm, config.job.dump_folder, degrees)
     setup_logging(dist.rank, dist.local_rank, color=not config.metrics.disable_color_printing)
     set_determinism(config.training.deterministic)
-    check_degrees(config, dist.world_size)
     check_profiling(config.profiling, dist.device)
     lock = dist.on_main(lambda: RunFolderLock(config.job.dump_folder))
     try:
@@ -81,7 +83,7 @@ def _build_locked(config: JobConfig, dist: Distributed, lock: RunFolderLock | No
         check_same_model(Path(config.job.dump_folder), model_config)
     check_finish(config, model_config, tokenizer)
     prepare = local_leader_first(dist.is_local_main, dist.long_barrier)
-    loader = build_dataloader(config, tokenizer, dist.rank, dist.world_size, prepare, dist.gather)
+    loader = build_dataloader(config, tokenizer, dist.data_rank, dist.data_size, prepare, dist.gather)
     data = DevicePrefetcher(loader, dist.device)
     built = build_model(model_config, config.model.trust_remote_code)
     check_positions(built.model, document_len(config))
@@ -133,17 +135,21 @@ def write_run_folder(config: JobConfig, model_config: PretrainedConfig, tokenize
 def shard_and_initialise(config: JobConfig, built: BuiltModel, dist: Distributed) -> nn.Module:
     """Shard the meta model, give it memory on this rank's device and set every weight and buffer."""
     training = config.training
-    model = attach_training_forward(built.model)
+    model, loss = built.model, None
+    if dist.degrees.tensor > 1:
+        check_sequence(config, dist.degrees.tensor)
+        loss = share_model(model, dist.mesh["tensor"], loss_parallel=not training.disable_loss_parallel)
+    attach_training_forward(model, loss)
     blocks = find_blocks(model)
     shard_model(
         model,
         blocks,
-        dist.mesh,
+        dist.fsdp_mesh,
         param_dtype=compute_dtype(training.mixed_precision_param, dist.device),
         reduce_dtype=training.mixed_precision_reduce,
         reshard_after_forward=training.fsdp_reshard_after_forward,
     )
-    logger.info("FSDP: %d blocks, each a unit of its own, sharded over %d", len(blocks), dist.world_size)
+    logger.info("FSDP: %d blocks, each a unit of its own, sharded over %d", len(blocks), dist.degrees.fsdp)
     model.to_empty(device=dist.device)
     init_weights(model, built.recipe, training.seed, built.tied)
     if config.model.print_after_conversion:
@@ -154,6 +160,18 @@ def shard_and_initialise(config: JobConfig, built: BuiltModel, dist: Distributed
             check_varlen_support(model, dist.device)
         reshard(model)
     return model.train()
+
+
+def check_sequence(config: JobConfig, degree: int) -> None:
+    """Refuse rows that the tensor-parallel ranks cannot share evenly.
+
+    Raises:
+        UserError: the degree does not divide a row's length.
+    """
+    if config.training.seq_len % degree:
+        raise UserError(
+            f"training.tensor_parallel_degree = {degree} does not divide training.seq_len = {config.training.seq_len}"
+        )
 
 
 def compute_dtype(choice: str, device: torch.device) -> str:
@@ -214,7 +232,7 @@ def describe_job(config: JobConfig, built: BuiltModel, backend: str, dist: Distr
         dist.world_size,
         dist.device.type,
     )
-    tokens = tokens_per_step(config, dist.world_size)
+    tokens = tokens_per_step(config, dist.data_size)
     num_left = max(training.steps - step, 0)
     logger.info("%d steps to go, of %s tokens each: %s tokens", num_left, f"{tokens:,}", f"{num_left * tokens:,}")
     if config.lr_scheduler.warmup_steps > training.steps:

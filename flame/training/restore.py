@@ -46,7 +46,7 @@ def restore(
         return 0, {}
     if "dataloader" in state:
         data.load_state_dict(state["dataloader"])
-    log_changes(state.get("hyperparameters", {}), hyperparameters(config, dist.world_size))
+    log_changes(state.get("hyperparameters", {}), hyperparameters(config, dist.data_size))
     return step, state
 
 
@@ -82,7 +82,7 @@ def _start_from(
     return 0, {}
 
 
-def hyperparameters(config: JobConfig, world_size: int) -> dict[str, Any]:
+def hyperparameters(config: JobConfig, data_size: int) -> dict[str, Any]:
     """The settings whose change between a checkpoint and its resume is worth a line in the log.
 
     batch_size and gradient_accumulation_steps are per rank, so that it is their product over all ranks that counts.
@@ -100,15 +100,15 @@ def hyperparameters(config: JobConfig, world_size: int) -> dict[str, Any]:
         "lr_scheduler.decay_type": schedule.decay_type,
         "lr_scheduler.lr_min": schedule.lr_min,
         "training.steps": training.steps,
-        "tokens per step": tokens_per_step(config, world_size),
+        "tokens per step": tokens_per_step(config, data_size),
         "training.max_norm": training.max_norm,
     }
 
 
-def tokens_per_step(config: JobConfig, world_size: int) -> int:
+def tokens_per_step(config: JobConfig, data_size: int) -> int:
     """Tokens that one step trains on, over all ranks."""
     training = config.training
-    return training.batch_size * training.gradient_accumulation_steps * world_size * training.seq_len
+    return training.batch_size * training.gradient_accumulation_steps * data_size * training.seq_len
 
 
 def log_changes(before: dict[str, Any], now: dict[str, Any]) -> None:

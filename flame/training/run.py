@@ -116,7 +116,7 @@ class Run:
             UserError: ``training.max_consecutive_skips`` steps in a row had no finite gradient.
         """
         row: dict[str, Any] = {"step": self.step} | self.meter.collect() | {"lr": self.lr, "epochs": self.data.epochs()}
-        row["skipped_rows"] = int(self.dist.sum(torch.tensor(self.data.num_skipped_rows)))
+        row["skipped_rows"] = int(self.dist.sum_over_data(torch.tensor(self.data.num_skipped_rows)))
         if self._data_hash is not None:
             row["data_hash"] = self._data_hash
         self.metrics.log(row)
@@ -155,7 +155,7 @@ class Run:
             return
         section = self.config.checkpoint
         weights_only = last and section.last_save_model_weights_only
-        data_state = merge_state_dicts(self.dist.gather(self.data.state_dict()))
+        data_state = merge_state_dicts(self.dist.gather_from_data(self.data.state_dict()))
         tensors = model_tensors(self.model) | optimizer_tensors(self.model, self.optimizer)
         self.metrics.sync()
         started = time.monotonic()
@@ -171,7 +171,7 @@ class Run:
             "step": self.step,
             "meter": self.meter.state_dict(),
             "dataloader": data_state,
-            "hyperparameters": hyperparameters(self.config, self.dist.world_size),
+            "hyperparameters": hyperparameters(self.config, self.dist.data_size),
         }
 
     def end_step(self) -> None:

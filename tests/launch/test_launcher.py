@@ -138,7 +138,7 @@ def test_without_options_the_demo_runs(monkeypatch, capsys):
 def test_shard_degree_is_checked_against_the_processes(monkeypatch, capsys):
     monkeypatch.setenv("NGPU", "2")
     assert launch.main([*JOB, "--training.data_parallel_shard_degree", "3"], trainer="missing") == 2
-    assert "there are 2 (NNODE * NGPU): set it to -1 or 2" in capsys.readouterr().err
+    assert "the degrees must multiply to the 2 processes" in capsys.readouterr().err
 
 
 def test_exit_codes_in_words():

@@ -35,7 +35,7 @@ def make_sharded(dist: Distributed, reshard_after_forward: str = "default") -> n
     shard_model(
         model,
         [("1", model[1])],
-        dist.mesh,
+        dist.fsdp_mesh,
         param_dtype="bfloat16",
         reduce_dtype="float32",
         reshard_after_forward=reshard_after_forward,

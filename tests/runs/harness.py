@@ -68,6 +68,11 @@ def run_jobs(jobs: list[Job], world_size: int = 1, timeout: float = 600) -> list
     Raises:
         AssertionError: a process died; the message holds what it printed.
     """
+    return _run(jobs, world_size, timeout)[0]
+
+
+def _run(jobs: list[Job], world_size: int, timeout: float) -> tuple[list[int], list[str]]:
+    """Rank 0's exit code of each job, and what each rank printed."""
     arguments = [json.dumps([job.argv for job in jobs]), json.dumps([free_port() for _ in jobs])]
     with ExitStack() as stack:
         # Files, not pipes: a rank that nobody reads from would block, and its group with it.
@@ -89,7 +94,18 @@ def run_jobs(jobs: list[Job], world_size: int = 1, timeout: float = 600) -> list
                 process.kill()
         outputs = [_read(log) for log in logs]
     assert codes == [0] * world_size, "\n".join(outputs)[-6000:]
-    return json.loads(outputs[0].splitlines()[-1])
+    return json.loads(outputs[0].splitlines()[-1]), outputs
+
+
+def train_all(jobs: list[Job], world_size: int = 1, timeout: float = 1200) -> None:
+    """``run_jobs`` with jobs that must all succeed.
+
+    Raises:
+        AssertionError: one did not; the message holds what the processes printed last.
+    """
+    codes, outputs = _run(jobs, world_size, timeout)
+    failed = [job.folder.name for job, code in zip(jobs, codes, strict=True) if code]
+    assert not failed, f"{failed} failed:\n" + "\n".join(output[-6000:] for output in outputs)
 
 
 def _read(log) -> str:

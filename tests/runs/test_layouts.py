@@ -1,0 +1,80 @@
+"""Whole runs whose losses must not depend on how a model is laid over processes.
+
+All runs of one number of processes share one group; see ``harness``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from tests.runs.harness import Job, train_all
+
+FAMILIES = ("transformer", "gla", "gated_deltanet")
+# AdamW's update does not change when all gradients are scaled; plain gradient descent's does.
+SGD = {"optimizer.name": "SGD", "optimizer.beta1": "0", "optimizer.lr": "0.1", "optimizer.weight_decay": "0"}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How processes share the work, and how far rounding may move a loss."""
+
+    world_size: int
+    options: dict[str, str] = field(default_factory=dict)
+    tolerance: float = 1e-5
+
+
+LAYOUTS = {
+    "FSDP2": Layout(2),
+    "FSDP4": Layout(4),
+    "DDP2": Layout(2, {"training.data_parallel_replicate_degree": "2"}),
+    "TP2": Layout(2, {"training.tensor_parallel_degree": "2"}),
+    "TP2_whole_loss": Layout(2, {"training.tensor_parallel_degree": "2", "training.disable_loss_parallel": "true"}),
+    "FSDP2xTP2": Layout(4, {"training.tensor_parallel_degree": "2"}),
+    "HSDP2x2": Layout(4, {"training.data_parallel_replicate_degree": "2"}),
+}
+CELLS = [(layout, family) for layout in LAYOUTS for family in FAMILIES] + [(layout, "sgd") for layout in LAYOUTS]
+
+
+def options_of(family: str) -> dict[str, str]:
+    model = "gated_deltanet" if family == "sgd" else family
+    return {"model.config": f"configs/debug/{model}.json", "training.num_streams": "60"} | (
+        SGD if family == "sgd" else {}
+    )
+
+
+def make_job(folder, name: str, family: str) -> Job:
+    """The cell's job; every layout takes the same four sequences a step."""
+    layout = LAYOUTS[name]
+    degrees = [int(value) for key, value in layout.options.items() if key.endswith("_degree") and "data" not in key]
+    data = layout.world_size
+    for degree in degrees:
+        data //= degree
+    steps = {"training.gradient_accumulation_steps": str(4 // data)}
+    return Job(folder / f"{name}_{family}", options_of(family) | steps | layout.options)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[tuple[str, str], Job]:
+    """Every cell's job, and one of one process for each family under the layout ``one``, all run."""
+    folder = tmp_path_factory.mktemp("layouts")
+    one = {"training.gradient_accumulation_steps": "4"}
+    jobs = {("one", family): Job(folder / f"one_{family}", options_of(family) | one) for family in (*FAMILIES, "sgd")}
+    train_all(list(jobs.values()))
+    for world_size in sorted({layout.world_size for layout in LAYOUTS.values()}):
+        cells = [cell for cell in CELLS if LAYOUTS[cell[0]].world_size == world_size]
+        group = {cell: make_job(folder, *cell) for cell in cells}
+        train_all(list(group.values()), world_size)
+        jobs |= group
+    return jobs
+
+
+@pytest.mark.parametrize(("layout", "family"), CELLS)
+def test_the_losses_are_those_of_one_process(runs, layout, family):
+    one, job = runs["one", family], runs[layout, family]
+    assert one.series("loss") == pytest.approx(job.series("loss"), abs=LAYOUTS[layout].tolerance)
+    assert one.series("grad_norm") == pytest.approx(job.series("grad_norm"), rel=1e-3)
+    assert one.series("tokens") == job.series("tokens")
+    losses = one.series("loss")
+    assert losses[0] > 8 and losses[-1] < losses[0], "the runs must learn, or agreeing means nothing"
