@@ -238,16 +238,16 @@ class Experimental:
 
     enable_async_tensor_parallel: bool = option(False, not_yet=LEAVE_OFF)
     """Overlap tensor-parallel communication with computation."""
-    pipeline_parallel_degree: int = option(1, minimum=1, not_yet="set it to 1")
+    pipeline_parallel_degree: int = option(1, minimum=1)
     """Devices that the blocks are spread over, one after the other."""
-    pipeline_parallel_split_points: list[str] = option([], not_yet=LEAVE_OFF)
+    pipeline_parallel_split_points: list[str] = option([])
     """Modules at which a new pipeline stage begins, such as layers.4,layers.8."""
-    pipeline_parallel_schedule: str = option("1F1B", not_yet=LEAVE_OFF)
+    pipeline_parallel_schedule: str = option("1F1B")
     """Pipeline schedule, by its name in torch.distributed.pipelining."""
-    pipeline_parallel_schedule_csv: str = option("", not_yet=LEAVE_OFF)
+    pipeline_parallel_schedule_csv: str = option("")
     """CSV file with a pipeline schedule of one's own."""
-    pipeline_parallel_microbatches: int | None = option(None, minimum=1, not_yet=LEAVE_OFF)
-    """Micro-batches that a batch is cut into for the pipeline. Unset: the number of stages."""
+    pipeline_parallel_microbatches: int | None = option(None, minimum=1)
+    """Micro-batches of a rank in a step. Unset: one for each sequence (batch_size * gradient_accumulation_steps)."""
     enable_compiled_autograd: bool = option(False, not_yet=LEAVE_OFF)
     """Compile the backward pass with compiled autograd."""
     context_parallel_degree: int = option(1, minimum=1, not_yet="set it to 1")

@@ -17,7 +17,6 @@ from flame.config import JobConfig
 from flame.data.batch import Batch
 from flame.errors import ConfigError, UserError, WorkerDied
 from flame.launch import exit_codes
-from flame.parallel.clip import clip_gradients
 from flame.parallel.distributed import set_timeout, shutdown
 from flame.training.build import build_run
 from flame.training.finish import finish_run
@@ -114,19 +113,15 @@ def train_step(run: Run, batches: list[Batch]) -> None:
     share is scaled by the number of ranks that FSDP averages gradients over.
     """
     dist = run.dist
-    scale = dist.degrees.replicate * dist.degrees.fsdp
     # torch.full, not torch.tensor: filling on the device does not make the host wait, copying to it does.
-    num_local = torch.full((), float(sum(batch.num_valid for batch in batches)), device=dist.device)
+    num_targets = sum(batch.num_valid for batch in batches) if run.has_loss else 0
+    num_local = torch.full((), float(num_targets), device=dist.device)
     num_valid = dist.sum(num_local.clone()).clamp_(min=1.0)
 
-    loss_sum = torch.zeros((), device=dist.device)
-    for batch in batches:
-        batch = batch.to(dist.device)
-        loss = run.model(batch.input_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens)
-        (loss * (scale / num_valid)).backward()
-        loss_sum += loss.detach()
-
-    grad_norm = clip_gradients(run.parameters, run.config.training.max_norm)
+    factor = dist.degrees.replicate * dist.degrees.fsdp / num_valid
+    on_device = [batch.to(dist.device) for batch in batches]
+    loss_sum = run.pipeline.step(on_device, factor) if run.pipeline else add_gradients(run, on_device, factor)
+    grad_norm = run.clip_gradients()
     bad = (~torch.isfinite(grad_norm)).float() if run.config.training.skip_nan_inf else None
     step_unless(run.optimizer, bad)
     run.optimizer.zero_grad(set_to_none=True)
@@ -142,6 +137,16 @@ def train_step(run: Run, batches: list[Batch]) -> None:
         data_time=run.data.take_wait_time(),
         flops=run.flops.step(batches) / dist.degrees.model,
     )
+
+
+def add_gradients(run: Run, batches: list[Batch], factor: torch.Tensor) -> torch.Tensor:
+    """Forward and backward over the micro-batches; returns the sum of the token losses, whose gradient is ``factor``."""
+    loss_sum = torch.zeros((), device=run.dist.device)
+    for batch in batches:
+        loss = run.model(batch.input_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens)
+        (loss * factor).backward()
+        loss_sum += loss.detach()
+    return loss_sum
 
 
 if __name__ == "__main__":

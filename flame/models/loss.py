@@ -71,7 +71,7 @@ def training_loss(
     model: nn.Module, input_ids: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None, *, loss: HeadLoss
 ) -> Tensor:
     """Sum of the losses over valid targets, auxiliary terms included; see `attach_training_forward`."""
-    packing = _packing_arguments(model, input_ids, cu_seqlens)
+    packing = packing_arguments(model, input_ids, cu_seqlens)
     with without_mask(has_native_attention(model) and cu_seqlens is not None):
         hidden_states = model.get_decoder()(input_ids=input_ids, use_cache=False, return_dict=False, **packing)[0]
     return loss(hidden_states, model.get_output_embeddings(), labels, head_options(model))
@@ -133,7 +133,8 @@ def document_position_ids(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     return (position - cu_seqlens.long()[document])[None]
 
 
-def _packing_arguments(model: nn.Module, input_ids: Tensor, cu_seqlens: Tensor | None) -> dict[str, Tensor]:
+def packing_arguments(model: nn.Module, input_ids: Tensor, cu_seqlens: Tensor | None) -> dict[str, Tensor]:
+    """What tells a model's decoder where the documents of a row are: cu_seqlens, positions, or nothing."""
     if cu_seqlens is None:
         return {}
     if is_fla_model(model):

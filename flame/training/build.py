@@ -8,8 +8,6 @@ import os
 import re
 from pathlib import Path
 
-import torch
-from torch import nn
 from transformers import PretrainedConfig
 
 from flame.checkpoint.artifacts import plain_config, save_run_artifacts
@@ -26,22 +24,20 @@ from flame.metrics.console import log_to_file, setup_logging
 from flame.metrics.env import write_env
 from flame.metrics.logger import MetricLogger
 from flame.metrics.meter import StepMeter
-from flame.models import BuiltModel, build_model, check_positions, find_blocks, init_weights, load_model_config
+from flame.models import BuiltModel, build_model, check_positions, load_model_config
 from flame.models.backend import check_supported, setup_backend
 from flame.models.flops import FlopCounter, num_parameters
-from flame.models.loss import attach_training_forward, check_causal, check_varlen_support, is_fla_model
 from flame.parallel.degrees import resolve_degrees
 from flame.parallel.distributed import Distributed, init_distributed
-from flame.parallel.fsdp import reshard, shard_model
-from flame.parallel.tensor_plans import share_model
 from flame.training.finish import check_finish
 from flame.training.lock import RunFolderLock
 from flame.training.optimizer import build_optimizer
+from flame.training.placement import compute_dtype, data_config, place_model
 from flame.training.preemption import StopRequest
 from flame.training.profiling import Profiler, check_profiling
 from flame.training.restore import restore, tokens_per_step
 from flame.training.run import Run
-from flame.training.runtime import GarbageCollector, has_fast_bfloat16, set_determinism
+from flame.training.runtime import GarbageCollector, set_determinism
 
 logger = logging.getLogger(__name__)
 
@@ -83,12 +79,12 @@ def _build_locked(config: JobConfig, dist: Distributed, lock: RunFolderLock | No
         check_same_model(Path(config.job.dump_folder), model_config)
     check_finish(config, model_config, tokenizer)
     prepare = local_leader_first(dist.is_local_main, dist.long_barrier)
-    loader = build_dataloader(config, tokenizer, dist.data_rank, dist.data_size, prepare, dist.gather)
+    loader = build_dataloader(data_config(config), tokenizer, dist.data_rank, dist.data_size, prepare, dist.gather)
     data = DevicePrefetcher(loader, dist.device)
     built = build_model(model_config, config.model.trust_remote_code)
     check_positions(built.model, document_len(config))
     flops = FlopCounter(built.model)
-    model = shard_and_initialise(config, built, dist)
+    model, pipeline = place_model(config, built, dist)
     optimizer = build_optimizer(model, config.optimizer, built.no_decay)
     step, state = restore(config, resume_step, model, optimizer, data, checkpoints, dist)
     if dist.is_main:  # only now: a job that does not fit the folder's checkpoints must not overwrite what explains them
@@ -101,6 +97,7 @@ def _build_locked(config: JobConfig, dist: Distributed, lock: RunFolderLock | No
         tokenizer=tokenizer,
         model_config=model_config,
         model=model,
+        pipeline=pipeline,
         optimizer=optimizer,
         data=data,
         flops=flops,
@@ -130,55 +127,6 @@ def write_run_folder(config: JobConfig, model_config: PretrainedConfig, tokenize
     (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
     save_run_artifacts(folder, model_config, tokenizer)
     write_env(folder, world_size)
-
-
-def shard_and_initialise(config: JobConfig, built: BuiltModel, dist: Distributed) -> nn.Module:
-    """Shard the meta model, give it memory on this rank's device and set every weight and buffer."""
-    training = config.training
-    model, loss = built.model, None
-    if dist.degrees.tensor > 1:
-        check_sequence(config, dist.degrees.tensor)
-        loss = share_model(model, dist.mesh["tensor"], loss_parallel=not training.disable_loss_parallel)
-    attach_training_forward(model, loss)
-    blocks = find_blocks(model)
-    shard_model(
-        model,
-        blocks,
-        dist.fsdp_mesh,
-        param_dtype=compute_dtype(training.mixed_precision_param, dist.device),
-        reduce_dtype=training.mixed_precision_reduce,
-        reshard_after_forward=training.fsdp_reshard_after_forward,
-    )
-    logger.info("FSDP: %d blocks, each a unit of its own, sharded over %d", len(blocks), dist.degrees.fsdp)
-    model.to_empty(device=dist.device)
-    init_weights(model, built.recipe, training.seed, built.tied)
-    if config.model.print_after_conversion:
-        logger.info("%s", model)
-    if not is_fla_model(model):
-        check_causal(model, dist.device)
-        if training.varlen:
-            check_varlen_support(model, dist.device)
-        reshard(model)
-    return model.train()
-
-
-def check_sequence(config: JobConfig, degree: int) -> None:
-    """Refuse rows that the tensor-parallel ranks cannot share evenly.
-
-    Raises:
-        UserError: the degree does not divide a row's length.
-    """
-    if config.training.seq_len % degree:
-        raise UserError(
-            f"training.tensor_parallel_degree = {degree} does not divide training.seq_len = {config.training.seq_len}"
-        )
-
-
-def compute_dtype(choice: str, device: torch.device) -> str:
-    """The dtype to compute in: ``auto`` is bfloat16 where the device is fast at it, else float32."""
-    if choice != "auto":
-        return choice
-    return "bfloat16" if has_fast_bfloat16(device) else "float32"
 
 
 def build_checkpoints(config: JobConfig, dist: Distributed) -> CheckpointManager | None:

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from flame.config import Optimizer as OptimizerConfig
+from flame.fqn import clean_fqn
 
 CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "AdamW": torch.optim.AdamW,
@@ -27,8 +28,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, no_decay: Iterabl
         no_decay: names of the parameters that weight decay must leave alone.
     """
     excluded = set(no_decay)
-    trainable = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    if isinstance(model, FSDPModule):
+    trainable = [(clean_fqn(name), param) for name, param in model.named_parameters() if param.requires_grad]
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
         assert all(isinstance(param, DTensor) for _, param in trainable), "gathered parameters: reshard the model first"
     groups = [
         {"params": [p for name, p in trainable if name not in excluded], "weight_decay": config.weight_decay},

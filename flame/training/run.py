@@ -24,7 +24,9 @@ from flame.errors import UserError, WorkerDied
 from flame.metrics.logger import MetricLogger
 from flame.metrics.meter import StepMeter
 from flame.models.flops import FlopCounter
+from flame.parallel.clip import clip_gradients
 from flame.parallel.distributed import Distributed
+from flame.parallel.pipeline import Pipeline
 from flame.training.lock import RunFolderLock
 from flame.training.preemption import StopRequest
 from flame.training.profiling import Profiler
@@ -42,6 +44,7 @@ class Run:
         step: training steps done.
         lr: learning rate of the newest step.
         saved_step: the step of the newest checkpoint that this process saved or loaded, −1 for none.
+        pipeline: what runs the model's stages when it is cut into some.
         parameters: the trainable parameters, in the model's order.
     """
 
@@ -50,6 +53,7 @@ class Run:
     tokenizer: PreTrainedTokenizerBase
     model_config: PretrainedConfig
     model: nn.Module
+    pipeline: Pipeline | None
     optimizer: torch.optim.Optimizer
     data: DevicePrefetcher
     flops: FlopCounter
@@ -87,6 +91,18 @@ class Run:
         """Whether the current step is logged; the first and the last always are."""
         last = self.config.training.steps
         return self.step % self.config.metrics.log_freq == 0 or self.is_first_step or self.step == last
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether this rank computes losses: of a pipeline only that with the last stage does."""
+        return self.pipeline is None or self.pipeline.has_last
+
+    def clip_gradients(self) -> torch.Tensor:
+        """Clip to ``training.max_norm``; returns the norm before, over all ranks' parameters."""
+        max_norm = self.config.training.max_norm
+        if self.pipeline is None:
+            return clip_gradients(self.parameters, max_norm)
+        return clip_gradients(self.parameters, max_norm, stages=self.pipeline.group, copies=self.pipeline.copies)
 
     def next_batches(self) -> list[Batch] | None:
         """This rank's micro-batches of the next step, or None on all ranks when ``training.max_epochs`` is over."""

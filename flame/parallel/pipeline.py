@@ -1,0 +1,395 @@
+"""Pipeline parallelism: a model's blocks cut into stages, and the schedule that runs micro-batches through them.
+
+A stage is the whole model less what other stages hold, so that every parameter keeps its name. Hidden states travel
+between stages; token ids, labels and document bounds do not: every rank of a pipeline has the same batches and looks up
+the micro-batch whose number it is given. (torch would cut a list of document bounds along its only dimension, without
+an error.)
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+from torch.distributed.tensor import DTensor
+from torchtitan.distributed.pipeline_parallel import build_pipeline_schedule
+
+from flame.config import Experimental
+from flame.data.batch import Batch
+from flame.errors import UserError
+from flame.fqn import STAGE
+from flame.models.blocks import find_blocks
+from flame.models.loss import HeadLoss, head_options, is_fla_model, packing_arguments
+
+DEGREE = "experimental.pipeline_parallel_degree"
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # the last stage lies on the first rank
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """Which blocks each stage has, and which stages each rank.
+
+    Attributes:
+        num_ranks: ranks of a pipeline.
+        stages: numbers of the blocks of each stage.
+        owners: rank of each stage.
+    """
+
+    num_ranks: int
+    stages: list[range]
+    owners: list[int]
+
+    def of_rank(self, rank: int) -> list[int]:
+        """The stages of a rank, in order."""
+        return [stage for stage, owner in enumerate(self.owners) if owner == rank]
+
+    def is_first(self, stage: int) -> bool:
+        return stage == 0
+
+    def is_last(self, stage: int) -> bool:
+        return stage == len(self.stages) - 1
+
+
+def plan_pipeline(model: nn.Module, options: Experimental) -> PipelinePlan:
+    """Cut a model into stages of about equal work, or at the split points that the job names.
+
+    Raises:
+        UserError: an unknown schedule or split point, more stages than blocks, or a number of stages that the schedule
+            does not take.
+    """
+    degree = options.pipeline_parallel_degree
+    blocks = find_blocks(model)
+    is_looped, is_v = _kind_of_schedule(options)
+    points = options.pipeline_parallel_split_points
+    if points:
+        starts = [0, *(_block_number(point, blocks) for point in points)]
+        if sorted(set(starts)) != starts:
+            raise UserError(f"experimental.pipeline_parallel_split_points = {points}: must name later and later blocks")
+    else:
+        num_stages = 2 * degree if is_looped else degree
+        if num_stages > len(blocks):
+            raise UserError(f"{DEGREE} = {degree}: {num_stages} stages of {len(blocks)} blocks; use a lower degree")
+        starts = balanced_starts(_work(model, blocks), num_stages)
+    num_stages = len(starts)
+    per_rank = 2 if is_v else max(num_stages // degree, 1)
+    if num_stages != per_rank * degree or (per_rank > 1) != is_looped:
+        allowed = (
+            f"{2 * degree} stages" if is_v else f"a multiple of {degree}, from {2 * degree} on" if is_looped else degree
+        )
+        raise UserError(
+            f"experimental.pipeline_parallel_split_points = {points}: {num_stages} stages; "
+            f"{options.pipeline_parallel_schedule} on {degree} ranks takes {allowed}"
+        )
+    stages = [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(blocks)], strict=True)]
+    loop = list(range(degree))
+    owners = [*loop, *reversed(loop)] if is_v else loop * per_rank
+    return PipelinePlan(degree, stages, owners)
+
+
+def _kind_of_schedule(options: Experimental) -> tuple[bool, bool]:
+    """Whether each rank has several stages, and whether they lie in a V."""
+    if options.pipeline_parallel_schedule_csv:
+        return True, False
+    name = options.pipeline_parallel_schedule
+    try:
+        schedule = get_schedule_class(name)
+    except ValueError as error:
+        raise UserError(f"experimental.pipeline_parallel_schedule = {name}: {error}") from error
+    return issubclass(schedule, PipelineScheduleMulti), name in V_SHAPED
+
+
+def _block_number(point: str, blocks: list[tuple[str, nn.Module]]) -> int:
+    numbers = [number for number, (name, _) in enumerate(blocks) if name == point or name.endswith(f".{point}")]
+    if len(numbers) != 1:
+        raise UserError(
+            f"experimental.pipeline_parallel_split_points: {point} is no block; they are {blocks[0][0]} to {blocks[-1][0]}"
+        )
+    return numbers[0]
+
+
+def _work(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[float]:
+    """Relative work of each block, by its parameters; that of the output projection counts for the last."""
+    work = [float(sum(parameter.numel() for parameter in block.parameters())) for _, block in blocks]
+    work[-1] += model.get_output_embeddings().weight.numel()
+    return work
+
+
+def balanced_starts(work: Sequence[float], num_stages: int) -> list[int]:
+    """Where each of ``num_stages`` stages begins so that the one with the most work has as little as possible."""
+    count = len(work)
+    totals = [0.0]
+    for each in work:
+        totals.append(totals[-1] + each)
+    best = [totals[stop] for stop in range(count + 1)]  # the most work of a stage, of the first ``stop`` blocks in one
+    cuts: list[list[int]] = []
+    for number in range(2, num_stages + 1):
+        now, cut = [float("inf")] * (count + 1), [0] * (count + 1)
+        for stop in range(number, count + 1):
+            for start in range(number - 1, stop):
+                most = max(best[start], totals[stop] - totals[start])
+                if most < now[stop]:
+                    now[stop], cut[stop] = most, start
+        best = now
+        cuts.append(cut)
+    starts, stop = [], count
+    for cut in reversed(cuts):
+        stop = cut[stop]
+        starts.append(stop)
+    return [0, *reversed(starts)]
+
+
+class KeptBlocks(nn.Module):
+    """Some of a list's blocks under the names that they have in the whole list."""
+
+    def __init__(self, blocks: dict[str, nn.Module]):
+        super().__init__()
+        for name, block in blocks.items():
+            self.add_module(name, block)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return self.children()
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self.children())
+
+    def __getitem__(self, index: int | slice) -> nn.Module | list[nn.Module]:
+        return list(self.children())[index]
+
+
+class SkippedBlock(nn.Module):
+    """Stands for a block of another stage where the model counts its blocks."""
+
+    def forward(self, hidden_states: Tensor, *_args, **_kwargs) -> Tensor:
+        return hidden_states
+
+
+def cut_stage(model: nn.Module, plan: PipelinePlan, stage: int) -> nn.Module:
+    """A copy of a model on the meta device with one stage's blocks; the ends go with the first and the last.
+
+    Tied embeddings stay with both ends.
+
+    Raises:
+        UserError: the decoder holds something that is neither block, embedding nor norm.
+    """
+    part = copy.deepcopy(model)
+    blocks = find_blocks(part)
+    _keep_blocks(part, [name for name, _ in blocks], plan.stages[stage])
+    decoder, embedding, head = part.get_decoder(), part.get_input_embeddings(), part.get_output_embeddings()
+    is_tied = has_tied_ends(part)
+    if is_tied and plan.owners[0] == plan.owners[-1]:
+        raise UserError(
+            f"{DEGREE} = {plan.num_ranks}: this schedule has the first and the last stage on one rank, which needs untied "
+            "embeddings (tie_word_embeddings false in the model's config)"
+        )
+    lists = {name.rpartition(".")[0] for name, _ in blocks}
+    names = {id(module): name for name, module in part.named_modules()}
+    for child in list(decoder.children()):
+        if child is embedding or names[id(child)] in lists or next(child.parameters(), None) is None:
+            continue
+        if "Norm" not in type(child).__name__:
+            raise UserError(
+                f"{DEGREE} = {plan.num_ranks}: {names[id(child)]} ({type(child).__name__}) has no place in a stage"
+            )
+        if not plan.is_last(stage):
+            _replace(part, child)
+    own = [name for name, _ in decoder.named_parameters(recurse=False)]
+    if own:
+        raise UserError(
+            f"{DEGREE} = {plan.num_ranks}: {', '.join(own)} belongs to all blocks and has no place in a stage"
+        )
+    if not plan.is_first(stage) and not (is_tied and plan.is_last(stage)):
+        _replace(part, embedding)
+    if not plan.is_last(stage):
+        _replace(part, head)
+    return part
+
+
+def _replace(part: nn.Module, module: nn.Module) -> None:
+    """Put a module without parameters in a module's place."""
+    name = next(name for name, each in part.named_modules() if each is module)
+    parent_name, _, attribute = name.rpartition(".")
+    setattr(part.get_submodule(parent_name), attribute, nn.Identity())
+
+
+def has_tied_ends(model: nn.Module) -> bool:
+    """Whether embedding and output projection are one parameter."""
+    return model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def _keep_blocks(part: nn.Module, names: list[str], numbers: range) -> None:
+    kept = {names[number] for number in numbers}
+    for list_name in {name.rpartition(".")[0] for name in names}:
+        parent_name, _, attribute = list_name.rpartition(".")
+        blocks = part.get_submodule(list_name)
+        if is_fla_model(part):
+            own = {key: block for key, block in blocks.named_children() if f"{list_name}.{key}" in kept}
+            setattr(part.get_submodule(parent_name), attribute, KeptBlocks(own))
+        else:  # these count their blocks; each gives its hidden states alone
+            for key in list(dict(blocks.named_children())):
+                if f"{list_name}.{key}" not in kept:
+                    blocks[int(key)] = SkippedBlock()
+
+
+class Stages(nn.Module):
+    """This rank's stages of a pipeline; ``flame.fqn.clean_fqn`` gives their parameters the names of the whole model."""
+
+    def __init__(self, parts: dict[int, nn.Module]):
+        super().__init__()
+        for stage, part in parts.items():
+            self.add_module(STAGE.format(stage), part)
+
+
+@dataclass
+class Microbatches:
+    """The micro-batches of the current step, on the device, and the factor of their losses."""
+
+    batches: list[Batch] = field(default_factory=list)
+    factor: Tensor | float = 1.0
+
+
+def attach_stage_forward(part: nn.Module, is_first: bool, is_last: bool, rows: Microbatches, loss: HeadLoss) -> None:
+    """Make ``part(x, number)`` compute a stage for micro-batch ``number``.
+
+    ``x`` is what the stage before gave, [B, T, D] (of the first stage token ids, int64 [B, T]). The last stage gives
+    the sum of the token losses, float32 [1].
+    """
+
+    def forward(self: nn.Module, x: Tensor, number: Tensor) -> Tensor:
+        batch = rows.batches[int(number)]
+        inputs = {"input_ids": x} if is_first else {"inputs_embeds": x}
+        packing = packing_arguments(self, batch.input_ids, batch.cu_seqlens)
+        hidden_states = self.get_decoder()(**inputs, use_cache=False, return_dict=False, **packing)[0]
+        if not is_last:
+            return hidden_states
+        return loss(hidden_states, self.get_output_embeddings(), batch.labels, head_options(self))[None]
+
+    part.forward = types.MethodType(forward, part)
+
+
+class Pipeline:
+    """Runs a step's micro-batches forward and backward through the stages.
+
+    Args:
+        plan: the stages.
+        parts: this rank's, sharded and materialised, in the order of ``plan.of_rank``.
+        rows: what ``attach_stage_forward`` was given.
+        group: the ranks of this pipeline.
+        shape: of the hidden states between stages, with their dtype: ([B, T, D], dtype).
+        num_microbatches: of a step.
+        options: names the schedule.
+        device: of the micro-batches and parts.
+        is_tied: the model's first and last stage share their embedding.
+    """
+
+    def __init__(
+        self,
+        plan: PipelinePlan,
+        parts: list[nn.Module],
+        rows: Microbatches,
+        group: dist.ProcessGroup,
+        shape: tuple[tuple[int, ...], torch.dtype],
+        num_microbatches: int,
+        options: Experimental,
+        device: torch.device,
+        is_tied: bool,
+    ):
+        self.rows, self.device, self.group = rows, device, group
+        stages = plan.of_rank(dist.get_rank(group))
+        self.tied = _tied_ends(plan, stages, parts) if is_tied else []
+        self.copies = [] if plan.is_first(stages[0]) else self.tied
+        self.ends = _group_of_ends(group) if is_tied else None
+        hidden = torch.empty(shape[0], dtype=shape[1], device="meta")
+        self.has_first, self.has_last = plan.is_first(stages[0]), any(map(plan.is_last, stages))
+        self.num_microbatches = num_microbatches
+        pipeline_stages = [
+            PipelineStage(
+                part,
+                stage,
+                len(plan.stages),
+                device,
+                input_args=torch.empty(shape[0][:2], dtype=torch.int64, device="meta")
+                if plan.is_first(stage)
+                else hidden,
+                output_args=torch.empty(1, device="meta") if plan.is_last(stage) else hidden,
+                group=group,
+            )
+            for stage, part in zip(stages, parts, strict=True)
+        ]
+        settings = SimpleNamespace(
+            parallelism=SimpleNamespace(
+                pipeline_parallel_schedule=options.pipeline_parallel_schedule,
+                pipeline_parallel_schedule_csv=options.pipeline_parallel_schedule_csv,
+                pipeline_parallel_microbatch_size=1,
+                pipeline_parallel_degree=plan.num_ranks,
+                pipeline_parallel_expert_parallel_overlap=False,
+            ),
+            training=SimpleNamespace(local_batch_size=num_microbatches),
+        )
+        self.schedule = build_pipeline_schedule(settings, pipeline_stages, self._scaled)
+
+    def step(self, batches: list[Batch], factor: Tensor) -> Tensor:
+        """Add a step's gradients, of the sum of the token losses times ``factor``.
+
+        Returns:
+            That sum, without the factor, on the rank of the last stage; 0 on the others.
+        """
+        self.rows.batches, self.rows.factor = batches, factor
+        numbers = torch.arange(len(batches))
+        inputs = (torch.cat([batch.input_ids for batch in batches]),) if self.has_first else ()
+        losses: list[Tensor] | None = [] if self.has_last else None
+        target = numbers if self.has_last else None
+        self.schedule.step(*inputs, number=numbers, target=target, losses=losses, return_outputs=False)
+        for parameter in self.tied:  # the ends have used it for different things
+            grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            dist.all_reduce(grad, group=self.ends)
+        total = torch.stack([each.detach() for each in losses]).sum() if losses else torch.zeros((), device=self.device)
+        return total / factor
+
+    def _scaled(self, output: Tensor, _number: Tensor) -> Tensor:
+        return output.sum() * self.rows.factor
+
+
+def _tied_ends(plan: PipelinePlan, stages: list[int], parts: list[nn.Module]) -> list[nn.Parameter]:
+    """This rank's parameters that the stage at the other end has too."""
+    tied = []
+    for stage, part in zip(stages, parts, strict=True):
+        if plan.is_first(stage) or plan.is_last(stage):
+            tied.append(part.get_input_embeddings().weight)
+    return tied
+
+
+def _group_of_ends(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The first and the last rank of this rank's pipeline; every rank of the job must ask for it."""
+    ranks = dist.get_process_group_ranks(group)
+    pipelines: list = [None] * dist.get_world_size()
+    dist.all_gather_object(pipelines, (ranks[0], ranks[-1]))
+    groups = {ends: dist.new_group(ends) for ends in sorted(set(pipelines))}
+    return groups[ranks[0], ranks[-1]]
+
+
+def check_microbatches(options: Experimental, num_sequences: int) -> int:
+    """The number of micro-batches of a step, from the job and a rank's sequences in a step.
+
+    Raises:
+        UserError: fewer micro-batches than ranks of a pipeline, or a number that does not divide the sequences.
+    """
+    number = options.pipeline_parallel_microbatches or num_sequences
+    if num_sequences % number:
+        raise UserError(
+            f"experimental.pipeline_parallel_microbatches = {number} does not divide a rank's {num_sequences} sequences "
+            "of a step (batch_size * gradient_accumulation_steps)"
+        )
+    if number < options.pipeline_parallel_degree:
+        raise UserError(
+            f"{DEGREE} = {options.pipeline_parallel_degree}: a step has {number} micro-batches only (training.batch_size "
+            "* gradient_accumulation_steps); it takes one for each stage at least, and several keep the ranks busy"
+        )
+    return number

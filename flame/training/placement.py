@@ -1,0 +1,154 @@
+"""A built model laid over the devices: shared, cut, sharded, given memory and its first weights."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from flame.config import JobConfig
+from flame.errors import UserError
+from flame.models import BuiltModel, find_blocks, init_weights
+from flame.models.loss import (
+    HeadLoss,
+    attach_training_forward,
+    check_causal,
+    check_varlen_support,
+    head_loss,
+    is_fla_model,
+)
+from flame.parallel.distributed import Distributed
+from flame.parallel.fsdp import DTYPES, reshard, shard_model
+from flame.parallel.pipeline import (
+    Microbatches,
+    Pipeline,
+    Stages,
+    attach_stage_forward,
+    check_microbatches,
+    cut_stage,
+    has_tied_ends,
+    plan_pipeline,
+)
+from flame.parallel.tensor_plans import share_model
+from flame.training.runtime import has_fast_bfloat16
+
+logger = logging.getLogger(__name__)
+
+
+def place_model(config: JobConfig, built: BuiltModel, dist: Distributed) -> tuple[nn.Module, Pipeline | None]:
+    """Lay the meta model out, give it memory on this rank's device and set every weight and buffer.
+
+    Returns:
+        The model, and what runs it when it is cut into pipeline stages.
+
+    Raises:
+        UserError: the model cannot be laid out like that; says why.
+    """
+    model, loss = built.model, None
+    if dist.degrees.tensor > 1:
+        check_sequence(config, dist.degrees.tensor)
+        loss = share_model(model, dist.mesh["tensor"], loss_parallel=not config.training.disable_loss_parallel)
+    if dist.degrees.pipeline > 1:
+        return _place_stages(config, built, dist, loss or head_loss(model))
+    attach_training_forward(model, loss)
+    _shard(config, model, dist)
+    _initialise(config, model, built, dist)
+    if not is_fla_model(model):
+        check_causal(model, dist.device)
+        if config.training.varlen:
+            check_varlen_support(model, dist.device)
+        reshard(model)
+    return model.train(), None
+
+
+def _place_stages(
+    config: JobConfig, built: BuiltModel, dist: Distributed, loss: HeadLoss
+) -> tuple[nn.Module, Pipeline]:
+    options, training = config.experimental, config.training
+    plan = plan_pipeline(built.model, options)
+    num_sequences = training.batch_size * training.gradient_accumulation_steps
+    num_microbatches = check_microbatches(options, num_sequences)
+    rows = Microbatches()
+    own = plan.of_rank(dist.mesh.get_local_rank("pipeline"))
+    model = Stages({stage: cut_stage(built.model, plan, stage) for stage in own})
+    parts = list(model.children())
+    for stage, part in zip(own, parts, strict=True):
+        attach_stage_forward(part, plan.is_first(stage), plan.is_last(stage), rows, loss)
+        _shard(config, part, dist)
+    _initialise(config, model, built, dist)
+    tokens = num_sequences // num_microbatches * training.seq_len
+    num_rows = 1 if training.varlen else num_sequences // num_microbatches
+    shape = (num_rows, tokens // num_rows // dist.degrees.tensor, built.model.config.get_text_config().hidden_size)
+    dtype = DTYPES[compute_dtype(training.mixed_precision_param, dist.device)]
+    pipeline = Pipeline(
+        plan,
+        parts,
+        rows,
+        dist.mesh.get_group("pipeline"),
+        (shape, dtype),
+        num_microbatches,
+        options,
+        dist.device,
+        has_tied_ends(built.model),
+    )
+    logger.info(
+        "pipeline: %d stages of %s blocks, %s, %d micro-batches a step",
+        len(plan.stages),
+        ", ".join(str(len(stage)) for stage in plan.stages),
+        options.pipeline_parallel_schedule_csv or options.pipeline_parallel_schedule,
+        num_microbatches,
+    )
+    return model.train(), pipeline
+
+
+def _shard(config: JobConfig, model: nn.Module, dist: Distributed) -> None:
+    training = config.training
+    blocks = find_blocks(model)
+    shard_model(
+        model,
+        blocks,
+        dist.fsdp_mesh,
+        param_dtype=compute_dtype(training.mixed_precision_param, dist.device),
+        reduce_dtype=training.mixed_precision_reduce,
+        reshard_after_forward=training.fsdp_reshard_after_forward,
+    )
+    logger.info("FSDP: %d blocks, each a unit of its own, sharded over %d", len(blocks), dist.degrees.fsdp)
+
+
+def _initialise(config: JobConfig, model: nn.Module, built: BuiltModel, dist: Distributed) -> None:
+    model.to_empty(device=dist.device)
+    init_weights(model, built.recipe, config.training.seed, built.tied)
+    if config.model.print_after_conversion:
+        logger.info("%s", model)
+
+
+def data_config(config: JobConfig) -> JobConfig:
+    """The job as the data loader is to see it: a pipeline takes its micro-batches one by one."""
+    training = config.training
+    if config.experimental.pipeline_parallel_degree == 1:
+        return config
+    num_sequences = training.batch_size * training.gradient_accumulation_steps
+    number = check_microbatches(config.experimental, num_sequences)
+    split = replace(training, batch_size=num_sequences // number, gradient_accumulation_steps=number)
+    return replace(config, training=split)
+
+
+def check_sequence(config: JobConfig, degree: int) -> None:
+    """Refuse rows that the tensor-parallel ranks cannot share evenly.
+
+    Raises:
+        UserError: the degree does not divide a row's length.
+    """
+    if config.training.seq_len % degree:
+        raise UserError(
+            f"training.tensor_parallel_degree = {degree} does not divide training.seq_len = {config.training.seq_len}"
+        )
+
+
+def compute_dtype(choice: str, device: torch.device) -> str:
+    """The dtype to compute in: ``auto`` is bfloat16 where the device is fast at it, else float32."""
+    if choice != "auto":
+        return choice
+    return "bfloat16" if has_fast_bfloat16(device) else "float32"
