@@ -140,7 +140,7 @@ def train_step(run: Run, batches: list[Batch]) -> None:
 
 
 def add_gradients(run: Run, batches: list[Batch], factor: torch.Tensor) -> torch.Tensor:
-    """Forward and backward over the micro-batches; returns the sum of the token losses, whose gradient is ``factor``."""
+    """Forward and backward over the micro-batches; the sum of the token losses, whose gradient is ``factor``."""
     loss_sum = torch.zeros((), device=run.dist.device)
     for batch in batches:
         loss = run.model(batch.input_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Container, Iterator
+
+from torch import Tensor, nn
 
 from flame.errors import UserError
 
@@ -35,13 +37,52 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [block for entries in chosen for block in entries]
 
 
+class KeptBlocks(nn.ModuleList):
+    """Some of a list's blocks under the names that they have in the whole list."""
+
+    def __init__(self, blocks: dict[str, nn.Module]):
+        super().__init__()
+        for name, block in blocks.items():
+            self.add_module(name, block)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return self.children()
+
+    def __getitem__(self, index: int | slice) -> nn.Module | list[nn.Module]:
+        return list(self.children())[index]
+
+
+class SkippedBlock(nn.Module):
+    """Stands in a list for a block that is left out, in models that count their blocks and take hidden states back."""
+
+    def forward(self, hidden_states: Tensor, *_args, **_kwargs) -> Tensor:
+        return hidden_states
+
+
+def keep_blocks(model: nn.Module, numbers: Container[int]) -> None:
+    """Leave out all blocks but those with these numbers, in the order of ``find_blocks``; names stay as they are."""
+    names = [name for name, _ in find_blocks(model)]
+    kept = {name for number, name in enumerate(names) if number in numbers}
+    for list_name in {name.rpartition(".")[0]: None for name in names}:
+        parent_name, _, attribute = list_name.rpartition(".")
+        parent, blocks = model.get_submodule(parent_name), dict(model.get_submodule(list_name).named_children())
+        own = {key: block for key, block in blocks.items() if f"{list_name}.{key}" in kept}
+        if any(cls.__module__.startswith("transformers.models.") for cls in type(model).__mro__):
+            # Some of these look up what belongs to block i; they take a tensor from each.
+            replaced: nn.Module = nn.ModuleList(own.get(key, SkippedBlock()) for key in blocks)
+        else:
+            replaced = KeptBlocks(own)
+        setattr(parent, attribute, replaced)
+
+
 def _outermost_lists(model: nn.Module) -> dict[str, list[tuple[str, nn.Module]]]:
     """Name of each candidate list that lies in no other -> its named entries."""
     lists: dict[str, list[tuple[str, nn.Module]]] = {}
 
     def visit(module: nn.Module, name: str) -> None:
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            entries = [(f"{name}.{key}", child) for key, child in module.named_children()]
+            children = [item for item in module.named_children() if not isinstance(item[1], SkippedBlock)]
+            entries = [(f"{name}.{key}", child) for key, child in children]
             if entries and all(_is_composite(child) for _, child in entries):
                 lists[name] = entries
                 return

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -26,8 +26,8 @@ from flame.config import Experimental
 from flame.data.batch import Batch
 from flame.errors import UserError
 from flame.fqn import STAGE
-from flame.models.blocks import find_blocks
-from flame.models.loss import HeadLoss, head_options, is_fla_model, packing_arguments
+from flame.models.blocks import find_blocks, keep_blocks
+from flame.models.loss import HeadLoss, head_options, packing_arguments
 
 DEGREE = "experimental.pipeline_parallel_degree"
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # the last stage lies on the first rank
@@ -110,7 +110,8 @@ def _block_number(point: str, blocks: list[tuple[str, nn.Module]]) -> int:
     numbers = [number for number, (name, _) in enumerate(blocks) if name == point or name.endswith(f".{point}")]
     if len(numbers) != 1:
         raise UserError(
-            f"experimental.pipeline_parallel_split_points: {point} is no block; they are {blocks[0][0]} to {blocks[-1][0]}"
+            f"experimental.pipeline_parallel_split_points: {point} is no block; "
+            f"they are {blocks[0][0]} to {blocks[-1][0]}"
         )
     return numbers[0]
 
@@ -146,31 +147,6 @@ def balanced_starts(work: Sequence[float], num_stages: int) -> list[int]:
     return [0, *reversed(starts)]
 
 
-class KeptBlocks(nn.Module):
-    """Some of a list's blocks under the names that they have in the whole list."""
-
-    def __init__(self, blocks: dict[str, nn.Module]):
-        super().__init__()
-        for name, block in blocks.items():
-            self.add_module(name, block)
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        return self.children()
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self.children())
-
-    def __getitem__(self, index: int | slice) -> nn.Module | list[nn.Module]:
-        return list(self.children())[index]
-
-
-class SkippedBlock(nn.Module):
-    """Stands for a block of another stage where the model counts its blocks."""
-
-    def forward(self, hidden_states: Tensor, *_args, **_kwargs) -> Tensor:
-        return hidden_states
-
-
 def cut_stage(model: nn.Module, plan: PipelinePlan, stage: int) -> nn.Module:
     """A copy of a model on the meta device with one stage's blocks; the ends go with the first and the last.
 
@@ -181,13 +157,13 @@ def cut_stage(model: nn.Module, plan: PipelinePlan, stage: int) -> nn.Module:
     """
     part = copy.deepcopy(model)
     blocks = find_blocks(part)
-    _keep_blocks(part, [name for name, _ in blocks], plan.stages[stage])
+    keep_blocks(part, plan.stages[stage])
     decoder, embedding, head = part.get_decoder(), part.get_input_embeddings(), part.get_output_embeddings()
     is_tied = has_tied_ends(part)
     if is_tied and plan.owners[0] == plan.owners[-1]:
         raise UserError(
-            f"{DEGREE} = {plan.num_ranks}: this schedule has the first and the last stage on one rank, which needs untied "
-            "embeddings (tie_word_embeddings false in the model's config)"
+            f"{DEGREE} = {plan.num_ranks}: this schedule has the first and the last stage on one rank, which needs "
+            "untied embeddings (tie_word_embeddings false in the model's config)"
         )
     lists = {name.rpartition(".")[0] for name, _ in blocks}
     names = {id(module): name for name, module in part.named_modules()}
@@ -224,20 +200,6 @@ def has_tied_ends(model: nn.Module) -> bool:
     return model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
-def _keep_blocks(part: nn.Module, names: list[str], numbers: range) -> None:
-    kept = {names[number] for number in numbers}
-    for list_name in {name.rpartition(".")[0] for name in names}:
-        parent_name, _, attribute = list_name.rpartition(".")
-        blocks = part.get_submodule(list_name)
-        if is_fla_model(part):
-            own = {key: block for key, block in blocks.named_children() if f"{list_name}.{key}" in kept}
-            setattr(part.get_submodule(parent_name), attribute, KeptBlocks(own))
-        else:  # these count their blocks; each gives its hidden states alone
-            for key in list(dict(blocks.named_children())):
-                if f"{list_name}.{key}" not in kept:
-                    blocks[int(key)] = SkippedBlock()
-
-
 class Stages(nn.Module):
     """This rank's stages of a pipeline; ``flame.fqn.clean_fqn`` gives their parameters the names of the whole model."""
 
@@ -269,7 +231,8 @@ def attach_stage_forward(part: nn.Module, is_first: bool, is_last: bool, rows: M
         hidden_states = self.get_decoder()(**inputs, use_cache=False, return_dict=False, **packing)[0]
         if not is_last:
             return hidden_states
-        return loss(hidden_states, self.get_output_embeddings(), batch.labels, head_options(self))[None]
+        total = loss(hidden_states, self.get_output_embeddings(), batch.labels, head_options(self))
+        return torch.stack([total])  # no view: FSDP hangs a hook on it
 
     part.forward = types.MethodType(forward, part)
 
@@ -306,7 +269,7 @@ class Pipeline:
         self.tied = _tied_ends(plan, stages, parts) if is_tied else []
         self.copies = [] if plan.is_first(stages[0]) else self.tied
         self.ends = _group_of_ends(group) if is_tied else None
-        hidden = torch.empty(shape[0], dtype=shape[1], device="meta")
+        hidden = torch.empty(shape[0], dtype=shape[1], device="meta", requires_grad=True)
         self.has_first, self.has_last = plan.is_first(stages[0]), any(map(plan.is_last, stages))
         self.num_microbatches = num_microbatches
         pipeline_stages = [
@@ -318,7 +281,7 @@ class Pipeline:
                 input_args=torch.empty(shape[0][:2], dtype=torch.int64, device="meta")
                 if plan.is_first(stage)
                 else hidden,
-                output_args=torch.empty(1, device="meta") if plan.is_last(stage) else hidden,
+                output_args=torch.empty(1, device="meta", requires_grad=True) if plan.is_last(stage) else hidden,
                 group=group,
             )
             for stage, part in zip(stages, parts, strict=True)
@@ -384,12 +347,13 @@ def check_microbatches(options: Experimental, num_sequences: int) -> int:
     number = options.pipeline_parallel_microbatches or num_sequences
     if num_sequences % number:
         raise UserError(
-            f"experimental.pipeline_parallel_microbatches = {number} does not divide a rank's {num_sequences} sequences "
-            "of a step (batch_size * gradient_accumulation_steps)"
+            f"experimental.pipeline_parallel_microbatches = {number} does not divide a rank's {num_sequences} "
+            "sequences of a step (batch_size * gradient_accumulation_steps)"
         )
     if number < options.pipeline_parallel_degree:
         raise UserError(
-            f"{DEGREE} = {options.pipeline_parallel_degree}: a step has {number} micro-batches only (training.batch_size "
-            "* gradient_accumulation_steps); it takes one for each stage at least, and several keep the ranks busy"
+            f"{DEGREE} = {options.pipeline_parallel_degree}: a step has {number} micro-batches only "
+            "(training.batch_size * gradient_accumulation_steps); "
+            "it takes one for each stage at least"
         )
     return number
