@@ -250,9 +250,9 @@ class Experimental:
     """Micro-batches of a rank in a step. Unset: one for each sequence (batch_size * gradient_accumulation_steps)."""
     enable_compiled_autograd: bool = option(False, not_yet=LEAVE_OFF)
     """Compile the backward pass with compiled autograd."""
-    context_parallel_degree: int = option(1, minimum=1, not_yet="set it to 1")
+    context_parallel_degree: int = option(1, minimum=1)
     """Devices that each sequence is split over."""
-    context_parallel_rotate_method: str = option("allgather", choices=("allgather", "alltoall"), not_yet=LEAVE_OFF)
+    context_parallel_rotate_method: str = option("allgather", choices=("allgather", "alltoall"))
     """How softmax layers exchange keys and values under context parallelism."""
     custom_model_path: str = option("", not_yet=LEAVE_OFF)
     """Folder of a package with a user's own architecture."""

@@ -114,13 +114,11 @@ def train_step(run: Run, batches: list[Batch]) -> None:
     """
     dist = run.dist
     # torch.full, not torch.tensor: filling on the device does not make the host wait, copying to it does.
-    num_targets = sum(batch.num_valid for batch in batches) if run.has_loss else 0
-    num_local = torch.full((), float(num_targets), device=dist.device)
+    num_local = torch.full((), float(run.count_targets(batches)), device=dist.device)
     num_valid = dist.sum(num_local.clone()).clamp_(min=1.0)
 
     factor = dist.degrees.replicate * dist.degrees.fsdp / num_valid
-    on_device = [batch.to(dist.device) for batch in batches]
-    loss_sum = run.pipeline.step(on_device, factor) if run.pipeline else add_gradients(run, on_device, factor)
+    loss_sum = run.pipeline.step(batches, factor) if run.pipeline else add_gradients(run, batches, factor)
     grad_norm = run.clip_gradients()
     bad = (~torch.isfinite(grad_norm)).float() if run.config.training.skip_nan_inf else None
     step_unless(run.optimizer, bad)
@@ -142,7 +140,8 @@ def train_step(run: Run, batches: list[Batch]) -> None:
 def add_gradients(run: Run, batches: list[Batch], factor: torch.Tensor) -> torch.Tensor:
     """Forward and backward over the micro-batches; the sum of the token losses, whose gradient is ``factor``."""
     loss_sum = torch.zeros((), device=run.dist.device)
-    for batch in batches:
+    for whole in batches:
+        batch = run.context.enter(whole, run.dist.device) if run.context else whole.to(run.dist.device)
         loss = run.model(batch.input_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens)
         (loss * factor).backward()
         loss_sum += loss.detach()

@@ -157,6 +157,21 @@ def supported_model_types(backend: str) -> tuple[str, ...] | None:
     return REFERENCE_FAMILIES if backend == "reference" else None
 
 
+def wrap_operator(module_name: str, name: str, wrap: Callable[[Callable], Callable]) -> None:
+    """Put ``wrap(operator)`` in the place of an operator of FLA's, as the backend in use has it, until the next
+    ``setup_backend``. ``name`` may be a method: ``RotaryEmbedding.forward``.
+
+    Raises:
+        UserError: this release of FLA has no such operator.
+    """
+    owner, _, method = name.partition(".")
+    current = _find(module_name, owner)
+    if method:
+        _replace(current, method, wrap(getattr(current, method)))
+    else:
+        _replace_everywhere(current, wrap(current))
+
+
 def check_supported(config: Any, backend: str) -> None:
     """Refuse an FLA family whose operators the resolved backend (or, for any backend, this machine) does not have.
 

@@ -304,6 +304,7 @@ class Pipeline:
         Returns:
             That sum, without the factor, on the rank of the last stage; 0 on the others.
         """
+        batches = [batch.to(self.device) for batch in batches]
         self.rows.batches, self.rows.factor = batches, factor
         numbers = torch.arange(len(batches))
         inputs = (torch.cat([batch.input_ids for batch in batches]),) if self.has_first else ()

@@ -15,13 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from flame.errors import UserError
+from flame.parallel.collectives import gather_stacked, sum_and_scatter
 
 SEQUENCE = 1  # the dimension of hidden states [B, T, D] that ranks share
 
@@ -171,46 +171,9 @@ def _own_part(value: Any, rank: int, size: int) -> Any:
 
 def gather_sequence(piece: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[B, T/ranks, D] of each rank → [B, T, D]; in the backward the ranks' gradients are added up and cut again."""
-    return _Gather.apply(piece, group)
+    return gather_stacked(piece, group).movedim(0, SEQUENCE).flatten(SEQUENCE, SEQUENCE + 1)
 
 
 def scatter_sequence(share: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Add up [B, T, D] of all ranks and keep this rank's piece [B, T/ranks, D]; the backward gathers."""
-    return _Scatter.apply(share, group)
-
-
-def _all_gather(piece: Tensor, group: dist.ProcessGroup) -> Tensor:
-    size = dist.get_world_size(group)
-    pieces = piece.new_empty(size * piece.shape[0], *piece.shape[1:])  # [R B, T/R, D]
-    dist.all_gather_into_tensor(pieces, piece.contiguous(), group=group)
-    return pieces.unflatten(0, (size, -1)).movedim(0, SEQUENCE).flatten(SEQUENCE, SEQUENCE + 1)
-
-
-def _reduce_scatter(share: Tensor, group: dist.ProcessGroup) -> Tensor:
-    pieces = share.unflatten(SEQUENCE, (dist.get_world_size(group), -1)).movedim(SEQUENCE, 0)  # [R, B, T/R, D]
-    pieces = pieces.flatten(0, 1).contiguous()
-    piece = pieces.new_empty(share.shape[0], *pieces.shape[1:])
-    dist.reduce_scatter_tensor(piece, pieces, group=group)
-    return piece
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, piece: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_gather(piece, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _reduce_scatter(grad, ctx.group), None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, share: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _reduce_scatter(share, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_gather(grad, ctx.group), None
+    return sum_and_scatter(share.unflatten(SEQUENCE, (dist.get_world_size(group), -1)).movedim(SEQUENCE, 0), group)

@@ -32,7 +32,7 @@ from flame.parallel.distributed import Distributed, init_distributed
 from flame.training.finish import check_finish
 from flame.training.lock import RunFolderLock
 from flame.training.optimizer import build_optimizer
-from flame.training.placement import compute_dtype, data_config, place_model
+from flame.training.placement import compute_dtype, data_config, place_model, share_rows
 from flame.training.preemption import StopRequest
 from flame.training.profiling import Profiler, check_profiling
 from flame.training.restore import restore, tokens_per_step
@@ -77,6 +77,7 @@ def _build_locked(config: JobConfig, dist: Distributed, lock: RunFolderLock | No
     check_supported(model_config, backend)
     if resume_step is not None:
         check_same_model(Path(config.job.dump_folder), model_config)
+    context = share_rows(config, model_config, dist)
     check_finish(config, model_config, tokenizer)
     prepare = local_leader_first(dist.is_local_main, dist.long_barrier)
     loader = build_dataloader(data_config(config), tokenizer, dist.data_rank, dist.data_size, prepare, dist.gather)
@@ -98,6 +99,7 @@ def _build_locked(config: JobConfig, dist: Distributed, lock: RunFolderLock | No
         model_config=model_config,
         model=model,
         pipeline=pipeline,
+        context=context,
         optimizer=optimizer,
         data=data,
         flops=flops,

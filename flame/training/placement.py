@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 from flame.config import JobConfig
 from flame.errors import UserError
@@ -19,6 +20,8 @@ from flame.models.loss import (
     head_loss,
     is_fla_model,
 )
+from flame.parallel.context import ContextParallel, check_row
+from flame.parallel.context_operators import check_family, install_context_parallel
 from flame.parallel.distributed import Distributed
 from flame.parallel.fsdp import DTYPES, reshard, shard_model
 from flame.parallel.pipeline import (
@@ -101,6 +104,24 @@ def _place_stages(
         num_microbatches,
     )
     return model.train(), pipeline
+
+
+def share_rows(config: JobConfig, model_config: PretrainedConfig, dist: Distributed) -> ContextParallel | None:
+    """Prepare FLA's operators, after ``setup_backend``, for rows that ranks share; None where each has its own.
+
+    Raises:
+        UserError: a model that cannot, rows that do not divide, or a pipeline besides.
+    """
+    degree, training = dist.degrees.context, config.training
+    if degree == 1:
+        return None
+    check_family(model_config.model_type, degree)
+    check_row(training.seq_len * training.batch_size, degree * dist.degrees.tensor)
+    if dist.degrees.pipeline > 1:
+        raise UserError(f"experimental.context_parallel_degree = {degree} does not go with a pipeline; use one of them")
+    context = ContextParallel(dist.context_group)
+    install_context_parallel(context, config.experimental.context_parallel_rotate_method)
+    return context
 
 
 def _shard(config: JobConfig, model: nn.Module, dist: Distributed) -> None:

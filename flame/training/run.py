@@ -25,6 +25,7 @@ from flame.metrics.logger import MetricLogger
 from flame.metrics.meter import StepMeter
 from flame.models.flops import FlopCounter
 from flame.parallel.clip import clip_gradients
+from flame.parallel.context import ContextParallel
 from flame.parallel.distributed import Distributed
 from flame.parallel.pipeline import Pipeline
 from flame.training.lock import RunFolderLock
@@ -45,6 +46,7 @@ class Run:
         lr: learning rate of the newest step.
         saved_step: the step of the newest checkpoint that this process saved or loaded, −1 for none.
         pipeline: what runs the model's stages when it is cut into some.
+        context: the ranks that this rank shares its rows with.
         parameters: the trainable parameters, in the model's order.
     """
 
@@ -54,6 +56,7 @@ class Run:
     model_config: PretrainedConfig
     model: nn.Module
     pipeline: Pipeline | None
+    context: ContextParallel | None
     optimizer: torch.optim.Optimizer
     data: DevicePrefetcher
     flops: FlopCounter
@@ -92,10 +95,11 @@ class Run:
         last = self.config.training.steps
         return self.step % self.config.metrics.log_freq == 0 or self.is_first_step or self.step == last
 
-    @property
-    def has_loss(self) -> bool:
-        """Whether this rank computes losses: of a pipeline only that with the last stage does."""
-        return self.pipeline is None or self.pipeline.has_last
+    def count_targets(self, batches: list[Batch]) -> int:
+        """Targets whose losses this rank computes: none without the last stage of a pipeline."""
+        if self.pipeline is not None and not self.pipeline.has_last:
+            return 0
+        return sum(self.context.count_targets(batch) if self.context else batch.num_valid for batch in batches)
 
     def clip_gradients(self) -> torch.Tensor:
         """Clip to ``training.max_norm``; returns the norm before, over all ranks' parameters."""

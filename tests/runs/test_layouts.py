@@ -35,6 +35,9 @@ LAYOUTS = {
     "PP2": Layout(2, {"experimental.pipeline_parallel_degree": "2"}, 1e-4),
     "PP2xFSDP2": Layout(4, {"experimental.pipeline_parallel_degree": "2"}, 1e-4),
     "PP2xTP2": Layout(4, {"experimental.pipeline_parallel_degree": "2", "training.tensor_parallel_degree": "2"}, 1e-4),
+    "CP2": Layout(2, {"experimental.context_parallel_degree": "2"}, 1e-4),
+    "CP2xFSDP2": Layout(4, {"experimental.context_parallel_degree": "2"}, 1e-4),
+    "TP2xCP2": Layout(4, {"training.tensor_parallel_degree": "2", "experimental.context_parallel_degree": "2"}, 1e-4),
     "HSDP2x2": Layout(4, {"training.data_parallel_replicate_degree": "2"}),
 }
 CELLS = [(layout, family) for layout in LAYOUTS for family in FAMILIES] + [(layout, "sgd") for layout in LAYOUTS]
