@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flame.errors import UserError
 from flame.models.blocks import find_blocks
-from flame.models.loss import head_loss
+from flame.models.loss import HeadLoss, head_loss
 from flame.parallel.tensor import Split, keep_module, share_module
 from flame.parallel.vocabulary import keep_embedding, keep_head, share_embedding, share_head
 
@@ -34,14 +32,14 @@ SPLITS: dict[str, Split] = {
 }
 
 
-def share_model(model: nn.Module, mesh: DeviceMesh, *, loss_parallel: bool = True) -> Callable:
-    """Let the ranks of ``mesh`` (1-D) share a model on the meta device.
+def share_model(model: nn.Module, mesh: DeviceMesh, *, loss_parallel: bool = True) -> HeadLoss | None:
+    """Let the ranks of ``mesh`` (1-D) share a model on the meta device, or a stage of a pipeline.
 
     Args:
         loss_parallel: share the vocabulary; else embedding and output projection are whole on every rank.
 
     Returns:
-        The loss, for ``attach_training_forward``.
+        The loss, for ``attach_training_forward``; None of a stage without output projection.
 
     Raises:
         UserError: a module that this does not know, or a number of heads or rows that the degree does not divide.
@@ -49,15 +47,19 @@ def share_model(model: nn.Module, mesh: DeviceMesh, *, loss_parallel: bool = Tru
     degree = f"training.tensor_parallel_degree = {mesh.size()}"
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     names = {module: name for name, module in model.named_modules()}
-    is_tied = head.weight is embedding.weight
+    has_embedding, has_head = (isinstance(each, (nn.Embedding, nn.Linear)) for each in (embedding, head))
+    is_tied = has_embedding and has_head and head.weight is embedding.weight
     blocks = find_blocks(model)
     for name, block in blocks:
         _share_block(name, block, mesh, degree)
-    place_embedding = share_embedding if loss_parallel else keep_embedding
-    place_embedding(names[embedding], embedding, mesh)
+    if has_embedding:
+        place_embedding = share_embedding if loss_parallel else keep_embedding
+        place_embedding(names[embedding], embedding, mesh)
     if is_tied:
         head.weight = embedding.weight
-    loss = share_head(names[head], head, mesh) if loss_parallel else keep_head(head, mesh, head_loss(model))
+    loss = None
+    if has_head:
+        loss = share_head(names[head], head, mesh) if loss_parallel else keep_head(head, mesh, head_loss(model))
     done = {id(module) for _, block in blocks for module in block.modules()} | {id(embedding), id(head)}
     for name, module in model.named_modules():
         if id(module) not in done and next(module.parameters(recurse=False), None) is not None:

@@ -49,13 +49,10 @@ def place_model(config: JobConfig, built: BuiltModel, dist: Distributed) -> tupl
     Raises:
         UserError: the model cannot be laid out like that; says why.
     """
-    model, loss = built.model, None
-    if dist.degrees.tensor > 1:
-        check_sequence(config, dist.degrees.tensor)
-        loss = share_model(model, dist.mesh["tensor"], loss_parallel=not config.training.disable_loss_parallel)
     if dist.degrees.pipeline > 1:
-        return _place_stages(config, built, dist, loss or head_loss(model))
-    attach_training_forward(model, loss)
+        return _place_stages(config, built, dist)
+    model = built.model
+    attach_training_forward(model, _share(config, model, dist))
     _shard(config, model, dist)
     _initialise(config, model, built, dist)
     if not is_fla_model(model):
@@ -66,9 +63,19 @@ def place_model(config: JobConfig, built: BuiltModel, dist: Distributed) -> tupl
     return model.train(), None
 
 
-def _place_stages(
-    config: JobConfig, built: BuiltModel, dist: Distributed, loss: HeadLoss
-) -> tuple[nn.Module, Pipeline]:
+def _share(config: JobConfig, model: nn.Module, dist: Distributed) -> HeadLoss | None:
+    """Tensor parallelism, where the job asks for it; returns the loss of its own that it needs."""
+    degree, training = dist.degrees.tensor, config.training
+    if degree == 1:
+        return None
+    if training.seq_len % degree:
+        raise UserError(
+            f"training.tensor_parallel_degree = {degree} does not divide training.seq_len = {training.seq_len}"
+        )
+    return share_model(model, dist.mesh["tensor"], loss_parallel=not training.disable_loss_parallel)
+
+
+def _place_stages(config: JobConfig, built: BuiltModel, dist: Distributed) -> tuple[nn.Module, Pipeline]:
     options, training = config.experimental, config.training
     plan = plan_pipeline(built.model, options)
     num_sequences = training.batch_size * training.gradient_accumulation_steps
@@ -78,6 +85,7 @@ def _place_stages(
     model = Stages({stage: cut_stage(built.model, plan, stage) for stage in own})
     parts = list(model.children())
     for stage, part in zip(own, parts, strict=True):
+        loss = _share(config, part, dist) or head_loss(part)
         attach_stage_forward(part, plan.is_first(stage), plan.is_last(stage), rows, loss)
         _shard(config, part, dist)
     _initialise(config, model, built, dist)
@@ -154,18 +162,6 @@ def data_config(config: JobConfig) -> JobConfig:
     number = check_microbatches(config.experimental, num_sequences)
     split = replace(training, batch_size=num_sequences // number, gradient_accumulation_steps=number)
     return replace(config, training=split)
-
-
-def check_sequence(config: JobConfig, degree: int) -> None:
-    """Refuse rows that the tensor-parallel ranks cannot share evenly.
-
-    Raises:
-        UserError: the degree does not divide a row's length.
-    """
-    if config.training.seq_len % degree:
-        raise UserError(
-            f"training.tensor_parallel_degree = {degree} does not divide training.seq_len = {config.training.seq_len}"
-        )
 
 
 def compute_dtype(choice: str, device: torch.device) -> str:
