@@ -41,10 +41,11 @@ BASE = {
 
 @dataclass
 class Job:
-    """One run: a folder and what it sets besides ``BASE``."""
+    """One run: a folder, what it sets besides ``BASE``, and the fault put into it (``tests.runs.faults``)."""
 
     folder: Path
     options: dict[str, str] = field(default_factory=dict)
+    fault: str = ""
 
     @property
     def argv(self) -> list[str]:
@@ -73,7 +74,7 @@ def run_jobs(jobs: list[Job], world_size: int = 1, timeout: float = 600) -> list
 
 def _run(jobs: list[Job], world_size: int, timeout: float) -> tuple[list[int], list[str]]:
     """Rank 0's exit code of each job, and what each rank printed."""
-    arguments = [json.dumps([job.argv for job in jobs]), json.dumps([free_port() for _ in jobs])]
+    arguments = [json.dumps([(job.argv, job.fault, free_port()) for job in jobs])]
     with ExitStack() as stack:
         # Files, not pipes: a rank that nobody reads from would block, and its group with it.
         logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(world_size)]

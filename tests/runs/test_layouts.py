@@ -23,6 +23,7 @@ class Layout:
     world_size: int
     options: dict[str, str] = field(default_factory=dict)
     tolerance: float = 1e-5
+    fault: str = ""  # one that must be seen in the losses
 
 
 LAYOUTS = {
@@ -32,12 +33,16 @@ LAYOUTS = {
     "TP2": Layout(2, {"training.tensor_parallel_degree": "2"}),
     "TP2_whole_loss": Layout(2, {"training.tensor_parallel_degree": "2", "training.disable_loss_parallel": "true"}),
     "FSDP2xTP2": Layout(4, {"training.tensor_parallel_degree": "2"}),
-    "PP2": Layout(2, {"experimental.pipeline_parallel_degree": "2"}, 1e-4),
-    "PP2xFSDP2": Layout(4, {"experimental.pipeline_parallel_degree": "2"}, 1e-4),
-    "PP2xTP2": Layout(4, {"experimental.pipeline_parallel_degree": "2", "training.tensor_parallel_degree": "2"}, 1e-4),
-    "CP2": Layout(2, {"experimental.context_parallel_degree": "2"}, 1e-4),
-    "CP2xFSDP2": Layout(4, {"experimental.context_parallel_degree": "2"}, 1e-4),
-    "TP2xCP2": Layout(4, {"training.tensor_parallel_degree": "2", "experimental.context_parallel_degree": "2"}, 1e-4),
+    "PP2": Layout(2, {"experimental.pipeline_parallel_degree": "2"}, 1e-4, "no_boundaries"),
+    "PP2xFSDP2": Layout(4, {"experimental.pipeline_parallel_degree": "2"}, 1e-4, "no_boundaries"),
+    "PP2xTP2": Layout(
+        4, {"experimental.pipeline_parallel_degree": "2", "training.tensor_parallel_degree": "2"}, 1e-4, "no_boundaries"
+    ),
+    "CP2": Layout(2, {"experimental.context_parallel_degree": "2"}, 1e-4, "no_exchange"),
+    "CP2xFSDP2": Layout(4, {"experimental.context_parallel_degree": "2"}, 1e-4, "no_exchange"),
+    "TP2xCP2": Layout(
+        4, {"training.tensor_parallel_degree": "2", "experimental.context_parallel_degree": "2"}, 1e-4, "no_exchange"
+    ),
     "HSDP2x2": Layout(4, {"training.data_parallel_replicate_degree": "2"}),
 }
 CELLS = [(layout, family) for layout in LAYOUTS for family in FAMILIES] + [(layout, "sgd") for layout in LAYOUTS]
@@ -50,7 +55,7 @@ def options_of(family: str) -> dict[str, str]:
     )
 
 
-def make_job(folder, name: str, family: str) -> Job:
+def make_job(folder, name: str, family: str, fault: str = "") -> Job:
     """The cell's job; every layout takes the same four sequences a step."""
     layout = LAYOUTS[name]
     degrees = [int(value) for key, value in layout.options.items() if key.endswith("_degree") and "data" not in key]
@@ -58,7 +63,7 @@ def make_job(folder, name: str, family: str) -> Job:
     for degree in degrees:
         data //= degree
     steps = {"training.gradient_accumulation_steps": str(4 // data)}
-    return Job(folder / f"{name}_{family}", options_of(family) | steps | layout.options)
+    return Job(folder / f"{name}_{family}_{fault}", options_of(family) | steps | layout.options, fault)
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +76,8 @@ def runs(tmp_path_factory) -> dict[tuple[str, str], Job]:
     for world_size in sorted({layout.world_size for layout in LAYOUTS.values()}):
         cells = [cell for cell in CELLS if LAYOUTS[cell[0]].world_size == world_size]
         group = {cell: make_job(folder, *cell) for cell in cells}
+        broken = [(layout, family) for layout, family in cells if LAYOUTS[layout].fault and family in FAMILIES]
+        group |= {(*cell, "broken"): make_job(folder, *cell, LAYOUTS[cell[0]].fault) for cell in broken}
         train_all(list(group.values()), world_size)
         jobs |= group
     return jobs
@@ -84,3 +91,12 @@ def test_the_losses_are_those_of_one_process(runs, layout, family):
     assert one.series("tokens") == job.series("tokens")
     losses = one.series("loss")
     assert losses[0] > 8 and losses[-1] < losses[0], "the runs must learn, or agreeing means nothing"
+
+
+@pytest.mark.parametrize(
+    ("layout", "family"), [cell for cell in CELLS if LAYOUTS[cell[0]].fault and cell[1] in FAMILIES]
+)
+def test_a_broken_layout_is_seen(runs, layout, family):
+    one, broken = runs["one", family], runs[layout, family, "broken"]
+    distance = max(abs(a - b) for a, b in zip(one.series("loss"), broken.series("loss"), strict=True))
+    assert distance > 5 * LAYOUTS[layout].tolerance

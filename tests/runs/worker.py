@@ -7,20 +7,22 @@ import os
 import sys
 
 from flame.train import main
+from tests.runs.faults import fault
 
 
-def run(argvs: list[list[str]], ports: list[int], rank: int, world_size: int) -> list[int]:
-    """Train job after job, each in a process group of its own; returns the exit codes."""
+def run(jobs: list[tuple[list[str], str, int]], rank: int, world_size: int) -> list[int]:
+    """Train job after job (arguments, fault, port), each in a process group of its own; returns the exit codes."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     codes = []
-    for argv, port in zip(argvs, ports, strict=True):
+    for argv, name, port in jobs:
         os.environ["MASTER_PORT"] = str(port)
-        codes.append(main(argv))
+        with fault(name):
+            codes.append(main(argv))
     return codes
 
 
 if __name__ == "__main__":
-    exit_codes = run(json.loads(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    exit_codes = run(json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
     print(json.dumps(exit_codes))
