@@ -332,9 +332,9 @@ class Float8:
 class ActivationCheckpoint:
     """Recomputing activations in the backward pass"""
 
-    mode: str = option("none", choices=("none", "selective", "full"), not_yet="set it to none")
+    mode: str = option("none", choices=("none", "selective", "full"))
     """Which activations are recomputed instead of kept."""
-    selective_ac_option: str = option("2", not_yet=LEAVE_OFF)
+    selective_ac_option: str = option("2")
     """With mode selective: op (the cheap operators of every block), or n for every n-th block."""
 
 

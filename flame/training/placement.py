@@ -34,6 +34,7 @@ from flame.parallel.pipeline import (
     has_tied_ends,
     plan_pipeline,
 )
+from flame.parallel.recompute import recompute_blocks
 from flame.parallel.tensor_plans import share_model
 from flame.training.runtime import has_fast_bfloat16
 
@@ -135,6 +136,7 @@ def share_rows(config: JobConfig, model_config: PretrainedConfig, dist: Distribu
 def _shard(config: JobConfig, model: nn.Module, dist: Distributed) -> None:
     training = config.training
     blocks = find_blocks(model)
+    num_recomputed = recompute_blocks(blocks, config.activation_checkpoint)
     shard_model(
         model,
         blocks,
@@ -144,6 +146,9 @@ def _shard(config: JobConfig, model: nn.Module, dist: Distributed) -> None:
         reshard_after_forward=training.fsdp_reshard_after_forward,
     )
     logger.info("FSDP: %d blocks, each a unit of its own, sharded over %d", len(blocks), dist.degrees.fsdp)
+    if num_recomputed:
+        mode = config.activation_checkpoint.mode
+        logger.info("activation checkpointing (%s): %d of %d blocks", mode, num_recomputed, len(blocks))
 
 
 def _initialise(config: JobConfig, model: nn.Module, built: BuiltModel, dist: Distributed) -> None:

@@ -30,6 +30,10 @@ LAYOUTS = {
     "FSDP2": Layout(2),
     "FSDP4": Layout(4),
     "DDP2": Layout(2, {"training.data_parallel_replicate_degree": "2"}),
+    "FSDP2_full": Layout(2, {"activation_checkpoint.mode": "full"}),
+    "FSDP2_op": Layout(
+        2, {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"}
+    ),
     "TP2": Layout(2, {"training.tensor_parallel_degree": "2"}),
     "TP2_whole_loss": Layout(2, {"training.tensor_parallel_degree": "2", "training.disable_loss_parallel": "true"}),
     "FSDP2xTP2": Layout(4, {"training.tensor_parallel_degree": "2"}),

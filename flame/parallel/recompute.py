@@ -1,0 +1,78 @@
+"""Activation checkpointing: activations that are computed again in the backward pass instead of being kept.
+
+A block's ``forward`` is replaced, and no module wrapped: parameters keep their names, and the hooks that sharding hangs
+on the block stay outside of what is computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from flame.config import ActivationCheckpoint
+from flame.errors import UserError
+
+
+def recompute_blocks(blocks: Iterable[tuple[str, nn.Module]], options: ActivationCheckpoint) -> int:
+    """Make blocks recompute what the job says: ``full`` all of each, ``selective`` the cheap part or every n-th block.
+
+    Returns:
+        The number of blocks that recompute.
+
+    Raises:
+        UserError: ``selective_ac_option`` is neither ``op`` nor a positive number.
+    """
+    if options.mode == "none":
+        return 0
+    every, context = 1, None
+    if options.mode == "selective":
+        choice = options.selective_ac_option
+        if choice == "op":
+            context = _keep_expensive
+        elif choice.isdigit() and int(choice):
+            every = int(choice)
+        else:
+            raise UserError(
+                f"activation_checkpoint.selective_ac_option = {choice}: must be op, or n for every n-th block"
+            )
+    chosen = [block for number, (_, block) in enumerate(blocks) if number % every == 0]
+    for block in chosen:
+        block.forward = _recomputing(block.forward, context)
+    return len(chosen)
+
+
+def _recomputing(forward: Callable, context: Callable | None) -> Callable:
+    options: dict[str, Any] = {} if context is None else {"context_fn": context}
+    return partial(checkpoint, forward, use_reentrant=False, **options)
+
+
+def _keep_expensive() -> tuple:
+    """Contexts that keep every other matrix product and all attention, whose recomputation would cost the most."""
+    counts = {"forward": 0, "recompute": 0}
+
+    def policy(context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        if operator in _ATTENTION:
+            return CheckpointPolicy.MUST_SAVE
+        if operator in _MATRIX_PRODUCTS:
+            phase = "recompute" if context.is_recompute else "forward"
+            counts[phase] += 1
+            return CheckpointPolicy.MUST_SAVE if counts[phase] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+_aten = torch.ops.aten
+_MATRIX_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default}
+_ATTENTION = {
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._flash_attention_forward.default,
+}
