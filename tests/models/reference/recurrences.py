@@ -40,14 +40,27 @@ def delta_rule(q, k, v, g, beta, scale, state, bounds) -> tuple[Tensor, Tensor]:
     return per_document(step, {"q": q, "k": k, "v": v, "g": g, "beta": beta}, state, bounds)
 
 
-def gated_linear_attention(q, k, v, g, scale, state, bounds) -> tuple[Tensor, Tensor]:
-    """Gated linear attention of q, k, g [T, H, K], v [T, H, V], states [N, H, K, V]."""
+def gated_linear_attention(q, k, v, g, scale, state, bounds, gv=None) -> tuple[Tensor, Tensor]:
+    """Gated linear attention of q, k, g [T, H, K], v, gv [T, H, V], states [N, H, K, V]."""
 
     def step(s: Tensor, x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        s = s * x["g"].exp()[..., None] + torch.einsum("hk,hv->hkv", x["k"], x["v"])
+        s = s * x["g"].exp()[..., None] * x["gv"].exp()[..., None, :] + torch.einsum("hk,hv->hkv", x["k"], x["v"])
         return s, scale * torch.einsum("hkv,hk->hv", s, x["q"])
 
-    return per_document(step, {"q": q, "k": k, "v": v, "g": g}, state, bounds)
+    gv = torch.zeros_like(v) if gv is None else gv
+    return per_document(step, {"q": q, "k": k, "v": v, "g": g, "gv": gv}, state, bounds)
+
+
+def generalized_delta_rule(q, k, v, a, b, g, scale, state, bounds) -> tuple[Tensor, Tensor]:
+    """RWKV-7's rule of q, k, a, b, g [T, H, K], v [T, H, V], states [N, H, K, V]."""
+
+    def step(s: Tensor, x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        read = torch.einsum("hkv,hk->hv", s, x["a"])
+        s = s * x["g"].exp()[..., None] + torch.einsum("hk,hv->hkv", x["b"], read)
+        s = s + torch.einsum("hk,hv->hkv", x["k"], x["v"])
+        return s, scale * torch.einsum("hkv,hk->hv", s, x["q"])
+
+    return per_document(step, {"q": q, "k": k, "v": v, "a": a, "b": b, "g": g}, state, bounds)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
