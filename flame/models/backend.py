@@ -47,7 +47,6 @@ _FUNCTIONS: tuple[tuple[str, str, str], ...] = (
     ("fla.ops.delta_rule", "fused_recurrent_delta_rule", "delta_rule"),
     ("fla.ops.gla", "chunk_gla", "gla"),
     ("fla.ops.gla", "fused_recurrent_gla", "gla"),
-    ("fla.ops.gla", "fused_chunk_gla", "gla"),
     ("fla.ops.attnres", "fused_attnres", "attnres"),
     ("fla.modules.causal_conv1d", "causal_conv1d", "convolution"),
     ("fla.modules.causal_conv1d", "causal_conv1d_update", "convolution"),

@@ -144,3 +144,25 @@ def final_states(finished: list[Tensor], layout: ChunkLayout, v_first: bool) -> 
     """Caller-ordered final states from those of documents in the order in which they finish the scan (last first)."""
     state = torch.cat(finished[::-1]).index_select(0, layout.order.argsort())
     return state.transpose(-1, -2).contiguous() if v_first else state
+
+
+def scan_states(decay: Tensor, writes: Tensor, state: Tensor, active: list[int]) -> tuple[Tensor, list[Tensor]]:
+    """States at the start of every chunk [M, H, K, V] of S -> decay S + write, and those of finished documents.
+
+    Args:
+        decay: [M, H, ...], broadcast over [H, K, V]; writes: [M, H, K, V]; M chunks in `ChunkLayout` order.
+        state: [N, H, K, V] at the documents' starts, in scan order.
+        active: documents with a chunk at each step.
+
+    Returns:
+        The start states, and the final states in the order in which documents finish, for `final_states`.
+    """
+    states, finished = [writes[:0]], []
+    for decay_step, write_step in zip(decay.split(active), writes.split(active), strict=True):
+        if len(write_step) < len(state):
+            finished.append(state[len(write_step) :])
+            state = state[: len(write_step)]
+        states.append(state)
+        state = torch.addcmul(write_step, decay_step, state)
+    finished.append(state)
+    return torch.cat(states), finished

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flame.errors import UserError
-from flame.models.reference.gla import chunk_gla, fused_chunk_gla, fused_recurrent_gla
+from flame.models.reference.gla import chunk_gla, fused_recurrent_gla
 from tests.models.reference import recurrences
 from tests.models.reference.recurrences import CU_SEQLENS, assert_same_with_gradients
 
@@ -98,9 +98,26 @@ def test_changing_a_document_leaves_the_others_bit_equal():
     assert torch.equal(o[others], o_changed[others])
 
 
-def test_fused_chunk_is_the_chunk_form():
-    rows = {name: x[None] for name, x in make_inputs((0, 30)).items() if name != "state"}
-    assert torch.equal(fused_chunk_gla(**rows)[0], chunk_gla(**rows)[0])
+@DTYPES
+@pytest.mark.parametrize("channels", ["values", "keys and values"])
+@pytest.mark.parametrize("decay", ["mild", "strong", "mixed"])
+def test_decays_of_value_channels(decay, channels, dtype):
+    inputs = make_inputs(CU_SEQLENS, decay)
+    inputs["gv"] = make_inputs(CU_SEQLENS, decay, head_dim=6)["g"].flip(0)
+    if channels == "values":
+        del inputs["g"]
+
+    def run(q, k, v, state, gv, g=None):
+        options = dict(initial_state=state, output_final_state=True, cu_seqlens=torch.tensor(CU_SEQLENS))
+        rows = {name: x if x is None else x[None] for name, x in dict(q=q, k=k, v=v, gk=g, gv=gv).items()}
+        o, final = fused_recurrent_gla(**rows, **options)
+        return o[0], final
+
+    def expected(q, k, v, state, gv, g=None):
+        g = torch.zeros_like(k) if g is None else g
+        return recurrences.gated_linear_attention(q, k, v, g, 8**-0.5, state, list(CU_SEQLENS), gv)
+
+    assert_same_with_gradients(run, expected, inputs, TOLERANCE[dtype], dtype)
 
 
 def test_what_is_not_there_is_refused():
