@@ -36,7 +36,7 @@ from flame.models.native_attention import register_native_attention
 from flame.quiet import quiet_third_party
 
 BACKENDS = ("auto", "triton", "reference")
-REFERENCE_FAMILIES = ("delta_net", "gated_deltanet", "gla", "transformer")
+REFERENCE_FAMILIES = ("delta_net", "gated_deltanet", "gla", "rwkv7", "stickbreaking_attn", "transformer")
 
 _REFERENCE = "flame.models.reference"
 # FLA module and function, the reference module that holds the function of that name (or "module:name").
@@ -47,6 +47,14 @@ _FUNCTIONS: tuple[tuple[str, str, str], ...] = (
     ("fla.ops.delta_rule", "fused_recurrent_delta_rule", "delta_rule"),
     ("fla.ops.gla", "chunk_gla", "gla"),
     ("fla.ops.gla", "fused_recurrent_gla", "gla"),
+    ("fla.ops.generalized_delta_rule", "chunk_dplr_delta_rule", "generalized_delta_rule"),
+    ("fla.ops.generalized_delta_rule", "fused_recurrent_dplr_delta_rule", "generalized_delta_rule"),
+    ("fla.ops.rwkv7", "fused_mul_recurrent_rwkv7", "generalized_delta_rule"),
+    ("fla.ops.rwkv7.fused_addcmul", "fused_addcmul_rwkv7", "rwkv7"),
+    ("fla.ops.rwkv7.fused_k_update", "fused_k_rwkv7", "rwkv7"),
+    ("fla.ops.rwkv7.gate_output_correction", "gate_output_correction", "rwkv7"),
+    ("fla.modules.token_shift", "token_shift", "token_shift"),
+    ("fla.ops.stickbreaking_attn", "parallel_stickbreaking_attn", "stickbreaking"),
     ("fla.ops.attnres", "fused_attnres", "attnres"),
     ("fla.modules.causal_conv1d", "causal_conv1d", "convolution"),
     ("fla.modules.causal_conv1d", "causal_conv1d_update", "convolution"),
@@ -77,6 +85,8 @@ _CROSS_ENTROPY = "fla.modules.fused_cross_entropy"
 _METHODS: tuple[tuple[str, str, str, str], ...] = (
     # Asserts that its tensors are on an accelerator before calling cross_entropy_loss.
     (_CROSS_ENTROPY, "FusedCrossEntropyLoss", "forward", "cross_entropy:cross_entropy_module_forward"),
+    # Refuses devices that are no accelerator and tensors that are not in half precision.
+    ("fla.layers.stickbreaking_attn", "StickBreakingAttention", "forward", "stickbreaking:layer_forward"),
 )
 # Modules that import flash_attn at the top and fail without it; the first serves the reference families.
 _ATTENTION_MODULES = (

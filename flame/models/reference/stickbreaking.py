@@ -11,9 +11,11 @@ log sigmoid(-z), which never exceeds 0: no logit, however large, overflows or tu
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flame.errors import UserError
@@ -78,6 +80,39 @@ def parallel_stickbreaking_attn(
 ) -> tuple[Tensor, Tensor]:
     """`stickbreaking_attention` behind the signature of FLA's kernel."""
     return stickbreaking_attention(q, k, v, cu_seqlens, scale, attend_current)
+
+
+def layer_forward(
+    layer: nn.Module,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    output_attentions: bool = False,
+    use_cache: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None, None]:
+    """What FLA's layer computes, for any device and dtype; `attention_mask` [B, T] is 0 for padding.
+
+    Raises:
+        UserError: a cache or attention weights, which FLA's layer does not have either.
+    """
+    if use_cache or past_key_values is not None or output_attentions:
+        raise UserError("stick-breaking attention has no cache and returns no weights; set use_cache to false")
+    from fla.layers.utils import repad_hidden_states, unpad_hidden_states
+
+    batch_size, num_tokens, _ = hidden_states.shape
+    x, indices, cu_seqlens = unpad_hidden_states(
+        hidden_states=hidden_states, cu_seqlens=cu_seqlens, attention_mask=attention_mask, q_len=num_tokens
+    )
+    q, k, v = (
+        projection(x).unflatten(-1, (-1, layer.head_dim)) for projection in (layer.q_proj, layer.k_proj, layer.v_proj)
+    )
+    if layer.qk_norm:
+        q, k = layer.q_norm(q), layer.k_norm(k)
+    o, _ = stickbreaking_attention(q, k, v, cu_seqlens, attend_current=layer.attend_current)
+    o = layer.o_proj(o.flatten(-2))
+    return repad_hidden_states(hidden_states=o, indices=indices, batch_size=batch_size, q_len=num_tokens), None, None
 
 
 def _attend_document(q: Tensor, k: Tensor, v: Tensor, attend_current: bool) -> tuple[Tensor, Tensor]:
