@@ -104,9 +104,9 @@ def test_families_without_reference_operators_are_refused():
     for family in supported_model_types("reference"):
         check_supported(AutoConfig.for_model(family), "reference")
     check_supported(LlamaConfig(), "reference")
-    check_supported(AutoConfig.for_model("rwkv7"), "triton")
-    with pytest.raises(UserError, match="'rwkv7'; it runs delta_net, gated_deltanet, gla, transformer"):
-        check_supported(AutoConfig.for_model("rwkv7"), "reference")
+    check_supported(AutoConfig.for_model("rwkv6"), "triton")
+    with pytest.raises(UserError, match="'rwkv6'; it runs delta_net, gated_deltanet, gla"):
+        check_supported(AutoConfig.for_model("rwkv6"), "reference")
 
 
 def test_a_family_built_on_flash_attn_is_refused_without_it(monkeypatch):

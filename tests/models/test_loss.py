@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
 from flame.errors import UserError
-from flame.models.backend import setup_backend, uninstall
+from flame.models.backend import REFERENCE_FAMILIES, setup_backend, uninstall
 from flame.models.loss import attach_training_forward, check_causal, check_varlen_support, document_position_ids
 from flame.paths import find_resource
 
@@ -108,7 +108,7 @@ def test_attaching_works_on_meta_and_renames_nothing():
     assert list(model.state_dict()) == names
 
 
-@pytest.mark.parametrize("family", ["gated_deltanet", "delta_net", "gla", "transformer"])
+@pytest.mark.parametrize("family", REFERENCE_FAMILIES)
 def test_fla_families_keep_documents_apart(family):
     check_varlen_support(attach_training_forward(fla_model(family)), "cpu")
 
