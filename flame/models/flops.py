@@ -154,7 +154,14 @@ def _expert_share(model: nn.Module, name: str) -> float:
 
 
 def mixer_flops(module: nn.Module) -> MixerFlops | None:
-    """FLOPs of ``module`` when it, or a class that it derives from, is a known token mixer, else None."""
+    """FLOPs of ``module`` when it, or a class that it derives from, is a known token mixer, else None.
+
+    A mixer may say so itself, by a method ``mixer_flops()`` that returns a :class:`MixerFlops` or a dict with its keys,
+    so that a custom model needs nothing from here.
+    """
+    if callable(declare := getattr(module, "mixer_flops", None)):
+        declared = declare()
+        return declared if isinstance(declared, MixerFlops) else MixerFlops(**declared)
     for cls in type(module).__mro__:
         if cls.__name__ in _FORMULAS:
             return _FORMULAS[cls.__name__](module)

@@ -6,6 +6,7 @@ FSDP hangs on the root module (parameters gathered, output projection included),
 
 from __future__ import annotations
 
+import inspect
 import types
 
 import torch
@@ -100,6 +101,14 @@ def is_fla_model(model: nn.Module) -> bool:
     return any(cls.__module__.startswith("fla.") for cls in type(model).__mro__)
 
 
+def takes_cu_seqlens(model: nn.Module) -> bool:
+    """Whether the decoder has an argument cu_seqlens of its own, as FLA's models and custom ones have.
+
+    One that would only disappear in ``**kwargs`` does not count.
+    """
+    return is_fla_model(model) or "cu_seqlens" in inspect.signature(model.get_decoder().forward).parameters
+
+
 def document_position_ids(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     """Positions that restart at each document, int64 [1, num_tokens]; computed on cu_seqlens' device."""
     position = torch.arange(num_tokens, device=cu_seqlens.device)
@@ -110,7 +119,7 @@ def document_position_ids(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
 def _packing_arguments(model: nn.Module, input_ids: Tensor, cu_seqlens: Tensor | None) -> dict[str, Tensor]:
     if cu_seqlens is None:
         return {}
-    if is_fla_model(model):
+    if takes_cu_seqlens(model):
         return {"cu_seqlens": cu_seqlens}
     positions = {"position_ids": document_position_ids(cu_seqlens, input_ids.shape[1])}
     # Other attention finds the documents by their restarting positions, and masks between them.
