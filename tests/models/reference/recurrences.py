@@ -29,14 +29,18 @@ def per_document(step: Callable, tensors: dict[str, Tensor], states: Tensor | No
 
 
 def delta_rule(q, k, v, g, beta, scale, state, bounds) -> tuple[Tensor, Tensor]:
-    """Gated delta rule of q, k [T, H, K], v [T, H, V], g, beta [T, H], states [N, H, K, V]."""
+    """Gated delta rule of q, k [T, H, K], v [T, H, V], beta [T, H], states [N, H, K, V].
+
+    g: log decays [T, H], or [T, H, K] of key channels.
+    """
 
     def step(s: Tensor, x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        s = s * x["g"].exp()[:, None, None]
+        s = s * x["g"].exp()[..., None]
         u = x["beta"][:, None] * (x["v"] - torch.einsum("hkv,hk->hv", s, x["k"]))
         s = s + torch.einsum("hk,hv->hkv", x["k"], u)
         return s, scale * torch.einsum("hkv,hk->hv", s, x["q"])
 
+    g = g[..., None] if g.dim() == 2 else g
     return per_document(step, {"q": q, "k": k, "v": v, "g": g, "beta": beta}, state, bounds)
 
 
@@ -63,12 +67,39 @@ def generalized_delta_rule(q, k, v, a, b, g, scale, state, bounds) -> tuple[Tens
     return per_document(step, {"q": q, "k": k, "v": v, "a": a, "b": b, "g": g}, state, bounds)
 
 
+def gated_slot_attention(q, k, v, s, g, scale, keys, values, bounds) -> tuple[Tensor, Tensor, Tensor]:
+    """Gated slot attention of q, k [T, H, K], v [T, H, V], s, g [T, H, M]; outputs [T, H, V] and the final slots.
+
+    keys [N, H, K, M] and values [N, H, M, V] are the slots at the start.
+    """
+
+    outputs, final_keys, final_values = [], [], []
+    for document, (start, end) in enumerate(itertools.pairwise(bounds)):
+        slot_keys, slot_values = keys[document], values[document]
+        for t in range(start, end):
+            decay = g[t].exp()
+            slot_keys = slot_keys * decay[:, None, :] + k[t][:, :, None] * s[t][:, None, :]
+            slot_values = slot_values * decay[:, :, None] + s[t][:, :, None] * v[t][:, None, :]
+            scores = scale * torch.einsum("hkm,hk->hm", slot_keys, q[t])
+            outputs.append(torch.einsum("hm,hmv->hv", scores.softmax(-1), slot_values))
+        final_keys.append(slot_keys)
+        final_values.append(slot_values)
+    return torch.stack(outputs), torch.stack(final_keys), torch.stack(final_values)
+
+
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """|actual - expected| / |expected| in the Euclidean norm (absolute when expected is 0)."""
     actual, expected = actual.detach().double(), expected.detach().double()
     difference = (actual - expected).norm()
     norm = expected.norm()
     return (difference / norm if norm > 0 else difference).item()
+
+
+def others_than(document: int, bounds: tuple[int, ...] = CU_SEQLENS) -> tuple[Tensor, list[int]]:
+    """Mask of the tokens [T] and list of the documents that are not the given one."""
+    tokens = torch.ones(bounds[-1], dtype=torch.bool)
+    tokens[bounds[document] : bounds[document + 1]] = False
+    return tokens, [n for n in range(len(bounds) - 1) if n != document]
 
 
 def assert_same_with_gradients(
