@@ -1,12 +1,14 @@
 """Which code runs FLA's operators, and the one list of everything that flame replaces inside FLA.
 
-Four sets of replacements, written against flash-linear-attention 0.6:
+Five sets of replacements, written against flash-linear-attention 0.6:
 
 - reference operators: FLA's are Triton kernels, which do not run on a CPU; `--model.backend reference` also asks for
   them on a GPU, to check a kernel against an independent answer.
 - softmax attention: FLA's layers raise ImportError when the flash_attn package is missing.
 - one backward step of the gated operators: FLA refuses it on Hopper GPUs with Triton 3.4 to 3.7.0, where the compiler
   gets it wrong (flash-linear-attention issue 640; Triton 3.7.1 is right again).
+- state space mixers: FLA's Mamba and Mamba2 layers run on from one packed document into the next, and without the
+  mamba_ssm package in loops or products that no long sequence fits (flame/models/state_space.py, on any backend).
 - generation: with transformers 5.24 FLA's models lose their cache (flame/models/generation.py).
 
 A function is replaced by identity, wherever a loaded `fla` module has bound it: FLA's modules import each other's
@@ -21,6 +23,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import io
+import logging
 import re
 import sys
 from collections.abc import Callable
@@ -33,10 +36,25 @@ from flame.models.attention import make_attention, resolve_attention_backend
 from flame.models.chunk_backward import chunk_bwd_dqkwg
 from flame.models.generation import is_cache_renamed, prepare_inputs_for_generation
 from flame.models.native_attention import register_native_attention
+from flame.models.state_space import make_mamba2_forward, make_mamba_forward
 from flame.quiet import quiet_third_party
 
 BACKENDS = ("auto", "triton", "reference")
-REFERENCE_FAMILIES = ("delta_net", "gated_deltanet", "gla", "rwkv7", "stickbreaking_attn", "transformer")
+REFERENCE_FAMILIES = (
+    "delta_net",
+    "gated_deltanet",
+    "gla",
+    "gsa",
+    "hgrn2",
+    "kda",
+    "mamba",
+    "mamba2",
+    "retnet",
+    "rwkv7",
+    "samba",
+    "stickbreaking_attn",
+    "transformer",
+)
 
 _REFERENCE = "flame.models.reference"
 # FLA module and function, the reference module that holds the function of that name (or "module:name").
@@ -55,14 +73,24 @@ _FUNCTIONS: tuple[tuple[str, str, str], ...] = (
     ("fla.ops.rwkv7.gate_output_correction", "gate_output_correction", "rwkv7"),
     ("fla.modules.token_shift", "token_shift", "token_shift"),
     ("fla.ops.stickbreaking_attn", "parallel_stickbreaking_attn", "stickbreaking"),
+    ("fla.ops.gsa", "chunk_gsa", "gsa"),
+    ("fla.ops.gsa", "fused_recurrent_gsa", "gsa"),
+    ("fla.ops.kda", "chunk_kda", "kda"),
+    ("fla.ops.kda", "fused_recurrent_kda", "kda"),
+    ("fla.ops.retention", "chunk_retention", "retention"),
+    ("fla.ops.retention", "fused_chunk_retention", "retention"),
+    ("fla.ops.retention", "fused_recurrent_retention", "retention"),
     ("fla.ops.attnres", "fused_attnres", "attnres"),
     ("fla.modules.causal_conv1d", "causal_conv1d", "convolution"),
     ("fla.modules.causal_conv1d", "causal_conv1d_update", "convolution"),
     ("fla.modules.norm.layernorm", "layer_norm", "norms"),
     ("fla.modules.norm.layernorm", "group_norm", "norms"),
     ("fla.modules.norm.layernorm", "rms_norm", "norms"),
+    ("fla.modules.norm.layernorm", "layer_norm_linear", "norms"),
     ("fla.modules.norm.fused_norm_gate", "layer_norm_gated", "norms"),
     ("fla.modules.norm.fused_norm_gate", "rms_norm_gated", "norms"),
+    ("fla.modules.norm.layernorm_gated", "layernorm_fn", "gated_group_norm"),
+    ("fla.modules.norm.layernorm_gated", "rmsnorm_fn", "gated_group_norm"),
     ("fla.modules.norm.l2norm", "l2norm", "norms"),
     ("fla.modules.rotary", "rotary_embedding", "rotary"),
     ("fla.modules.activations", "sigmoid", "activations"),
@@ -99,6 +127,12 @@ _ATTENTION_MODULES = (
 )
 # Built on flash_attn's private functions, which have no counterpart in torch.
 _NEED_FLASH_ATTN = ("moba",)
+# Values of attn_mode that a family's layer accepts and does not carry out.
+_REFUSED_MODES = {
+    ("gla", "fused_chunk"): "FLA has withdrawn its kernel, and the layer would not tell documents apart",
+    ("hgrn2", "fused_chunk"): "FLA has withdrawn its kernel, and the layer would not tell documents apart",
+    ("retnet", "parallel"): "the layer reads and returns no state, so that generation forgets the prompt",
+}
 
 _installed: list[tuple[Any, Any, Any, bool]] = []  # (namespace, name, original, is a dict)
 
@@ -133,6 +167,7 @@ def setup_backend(
     dense, varlen = make_attention(attention, context_len)
     if attention != "flash":
         _install_attention(dense, varlen)
+    _install_state_space(resolved)
     register_native_attention(varlen)
     if is_cache_renamed():
         mixin = _find("fla.models.generation_utils", "FLAGenerationMixin")
@@ -176,6 +211,9 @@ def check_supported(config: Any, backend: str) -> None:
         return
     if config.model_type in _NEED_FLASH_ATTN and importlib.util.find_spec("flash_attn") is None:
         raise UserError(f"model_type {config.model_type!r} needs the flash_attn package; install it")
+    mode = getattr(config, "attn_mode", None)
+    if (reason := _REFUSED_MODES.get((config.model_type, mode))) is not None:
+        raise UserError(f"attn_mode {mode!r} of model_type {config.model_type!r} is refused: {reason}; use 'chunk'")
     if backend != "reference" or config.model_type in REFERENCE_FAMILIES:
         return
     raise UserError(
@@ -232,6 +270,21 @@ def _install_attention(dense: Callable, varlen: Callable) -> None:
         _find(module_name, "flash_attn_func")
         _replace(module, "flash_attn_func", dense)
         _replace(module, "flash_attn_varlen_func", varlen)  # not even bound when flash_attn is missing
+
+
+def _install_state_space(backend: str) -> None:
+    causal_conv1d = _find("fla.modules.causal_conv1d", "causal_conv1d")  # by now the backend's
+    if backend == "reference":
+        selective_scan = _reference("selective_scan", "selective_scan")
+        linear_attention = _reference("simple_gla", "chunk_simple_gla")
+    else:
+        selective_scan = importlib.import_module("flame.models.selective_scan_kernel").selective_scan
+        linear_attention = _find("fla.ops.simple_gla", "chunk_simple_gla")
+    for name in ("fla.layers.mamba", "fla.layers.mamba2"):
+        _replace(logging.getLogger(name), "disabled", True)  # they would announce FLA's own fallbacks
+    mamba, mamba2 = _find("fla.layers.mamba", "Mamba"), _find("fla.layers.mamba2", "Mamba2")
+    _replace(mamba, "forward", make_mamba_forward(selective_scan, causal_conv1d))
+    _replace(mamba2, "forward", make_mamba2_forward(linear_attention, causal_conv1d))
 
 
 def _find(module_name: str, name: str) -> Any:
