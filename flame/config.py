@@ -58,8 +58,9 @@ class Model:
     """What computes softmax attention. auto: the fastest that is installed and right for the device."""
     trust_remote_code: bool = option(False)
     """Allow Python code that comes with a model or tokenizer to run on this machine."""
-    custom_models: list[str] = option([], not_yet=LEAVE_OFF)
-    """Packages with a user's own architectures, imported before the model config is read."""
+    custom_models: list[str] = option([])
+    """A user's own architectures, imported before the model config is read: names of packages in custom_models,
+    folders of packages, Python files, or modules that Python finds."""
 
 
 @dataclass
@@ -254,8 +255,8 @@ class Experimental:
     """Devices that each sequence is split over."""
     context_parallel_rotate_method: str = option("allgather", choices=("allgather", "alltoall"), not_yet=LEAVE_OFF)
     """How softmax layers exchange keys and values under context parallelism."""
-    custom_model_path: str = option("", not_yet=LEAVE_OFF)
-    """Folder of a package with a user's own architecture."""
+    custom_model_path: str = option("")
+    """One more entry for model.custom_models."""
 
 
 @dataclass

@@ -13,7 +13,9 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from flame.custom_sources import shipped_packages
 from flame.errors import UserError
+from flame.models.custom import load_shipped, registered_configs
 from flame.paths import find_resource
 from flame.quiet import quiet_third_party
 
@@ -105,11 +107,11 @@ def _from_file(path: Path, trust_remote_code: bool) -> PretrainedConfig:
     model_type = values.get("model_type")
     if not isinstance(model_type, str):
         raise UserError(f"{path}: the key model_type is missing; it names the family, such as gated_deltanet")
-    if model_type not in CONFIG_MAPPING:
+    if model_type not in CONFIG_MAPPING and not load_shipped(model_type):
         if "auto_map" in values:
             return _from_custom_code(path, model_type, trust_remote_code)
         near = difflib.get_close_matches(model_type, list(CONFIG_MAPPING.keys()), n=3, cutoff=0.5)
-        raise UserError(f"{path}: unknown model_type {model_type!r}{_did_you_mean(near)}")
+        raise UserError(f"{path}: unknown model_type {model_type!r}{_did_you_mean(near)}{_custom_hint()}")
     config_class = CONFIG_MAPPING[model_type]
     _check_keys(path, values, config_class)
     try:
@@ -176,6 +178,15 @@ def _known_keys(config_class: type[PretrainedConfig]) -> set[str]:
 
 def _did_you_mean(near: list[str]) -> str:
     return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def _custom_hint() -> str:
+    """What there is besides FLA's and transformers' families, and how to add to it."""
+    loaded = {config.model_type for config in registered_configs()}
+    return (
+        f"; custom models: {', '.join(sorted(loaded | set(shipped_packages()))) or 'none'}; one's own need "
+        "--model.custom_models (docs/custom_models.md)"
+    )
 
 
 def _shipped_hint(name: str) -> str:

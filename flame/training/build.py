@@ -27,6 +27,7 @@ from flame.metrics.logger import MetricLogger
 from flame.metrics.meter import StepMeter
 from flame.models import BuiltModel, build_model, check_positions, find_blocks, init_weights, load_model_config
 from flame.models.backend import check_supported, setup_backend
+from flame.models.custom import load_custom_models
 from flame.models.flops import FlopCounter, num_parameters
 from flame.models.loss import attach_training_forward, check_causal, check_varlen_support, is_fla_model
 from flame.parallel.distributed import Distributed, init_distributed
@@ -74,6 +75,7 @@ def _build_locked(config: JobConfig, dist: Distributed, lock: RunFolderLock | No
         config.model.attention_backend,
         document_len(config),
     )
+    load_custom_models(config)
     model_config = load_model_config(config.model, tokenizer)
     check_supported(model_config, backend)
     if resume_step is not None:
