@@ -15,7 +15,15 @@ from flame.models.backend import check_supported, resolve_backend, setup_backend
 from flame.models.reference import activations, delta_rule, norms
 from flame.paths import find_resource
 
-FAMILIES = backend.REFERENCE_FAMILIES
+FAMILIES = (*backend.REFERENCE_FAMILIES, "hybrid")
+HYBRID = {"attn": {"layers": [1], "num_heads": 2, "num_kv_heads": 1, "window_size": 8}}
+# What a tiny model of the family needs besides fewer and smaller layers.
+TINY = {
+    "gated_deltanet": {"head_dim": 16},
+    "hgrn2": {"expand_ratio": 16},
+    "hybrid": HYBRID | {"head_dim": 16},
+    "kda": {"head_dim": 16},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +36,7 @@ def tiny_model(family, **overrides):
     setup_backend("reference", "cpu")
     config = json.loads(find_resource(f"configs/debug/{family}.json").read_text())
     config |= {"num_hidden_layers": 2, "hidden_size": 32, "num_heads": 2, "vocab_size": 64, "intermediate_size": 48}
-    config |= {"head_dim": 16} if family == "gated_deltanet" else {}
+    config |= TINY.get(family, {})
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**(config | overrides))).eval()
 
@@ -109,6 +117,14 @@ def test_families_without_reference_operators_are_refused():
         check_supported(AutoConfig.for_model("rwkv6"), "reference")
 
 
+@pytest.mark.parametrize(("family", "mode"), [("gla", "fused_chunk"), ("hgrn2", "fused_chunk"), ("retnet", "parallel")])
+def test_modes_that_a_layer_does_not_carry_out_are_refused(family, mode):
+    setup_backend("auto", "cpu")
+    for name in ("reference", "triton"):
+        with pytest.raises(UserError, match=f"attn_mode '{mode}' of model_type '{family}' is refused"):
+            check_supported(AutoConfig.for_model(family, attn_mode=mode), name)
+
+
 def test_a_family_built_on_flash_attn_is_refused_without_it(monkeypatch):
     setup_backend("auto", "cpu")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -161,11 +177,18 @@ def test_changing_a_document_leaves_the_others_logits_bit_equal(family):
     torch.testing.assert_close(logits[:, 3:80], alone, rtol=1e-4, atol=1e-5)
 
 
-HYBRID = {"attn": {"layers": [1], "num_heads": 2, "num_kv_heads": 1, "window_size": 8}}
 VARIANTS = {
     "gated_deltanet": [{}, {"num_v_heads": 4, "allow_neg_eigval": True}, {"use_gate": False}, HYBRID],
+    "hybrid": [{}],
+    "hgrn2": [{}, {"use_short_conv": True}, HYBRID],
+    "gsa": [{}, {"use_short_conv": True, "num_kv_heads": 1}, {"feature_map": "relu"}],
+    "retnet": [{}, {"num_kv_heads": 1, "feature_map": "silu", "use_output_gate": False}, {"attn_mode": "fused_chunk"}],
+    "kda": [{}, {"num_v_heads": 4, "allow_neg_eigval": True}, {"safe_gate": True, "lower_bound": -5.0}],
     "delta_net": [{}, {"use_gate": True, "use_short_conv": False}],
     "gla": [{}, {"use_short_conv": True, "use_output_gate": False}],
+    "mamba": [{}, {"conv_kernel": 3, "use_conv_bias": False, "hidden_act": "gelu"}],
+    "mamba2": [{}, {"n_groups": 1, "rmsnorm": False, "D_has_hdim": True}, {"dt_limit": (0.0, 0.02)}],
+    "samba": [{}],
     "transformer": [{}, {"num_kv_heads": 1, "window_size": 8, "qk_norm": True}],
 }
 
