@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import sys
 import traceback
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from flame.config import JobConfig
 from flame.custom_sources import OPTIONS, CustomSource, find_custom, find_shipped, job_entries
 from flame.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 
 def load_custom_models(config: JobConfig) -> None:
@@ -46,7 +49,9 @@ def load_recorded(sections: dict, run: Path) -> None:
     entries = [(OPTIONS[0], entry) for entry in sections.get("model", {}).get("custom_models", [])]
     entries.append((OPTIONS[1], sections.get("experimental", {}).get("custom_model_path", "")))
     for option, entry in entries:
-        if entry and not Path(entry).resolve().is_relative_to(run.resolve()):
+        if entry and Path(entry).resolve().is_relative_to(run.resolve()):
+            logger.warning("%s: code inside the folder is not run by itself; give --custom_models %s", run, entry)
+        elif entry:
             load_entry(entry, f"{run / 'config.toml'}: {option} = {entry}")
 
 

@@ -29,7 +29,7 @@ from flame.models import BuiltModel, build_model, check_positions, find_blocks, 
 from flame.models.backend import check_supported, setup_backend
 from flame.models.custom import load_custom_models
 from flame.models.flops import FlopCounter, num_parameters
-from flame.models.loss import attach_training_forward, check_causal, check_varlen_support, is_fla_model
+from flame.models.loss import attach_training_forward, is_fla_model
 from flame.parallel.distributed import Distributed, init_distributed
 from flame.parallel.fsdp import reshard, shard_model
 from flame.training.finish import check_finish
@@ -149,10 +149,11 @@ def shard_and_initialise(config: JobConfig, built: BuiltModel, dist: Distributed
     if config.model.print_after_conversion:
         logger.info("%s", model)
     if not is_fla_model(model):
-        check_causal(model, dist.device)
-        if training.varlen:
-            check_varlen_support(model, dist.device)
-        reshard(model)
+        with no_weight_zero(model):
+            check_causal(model, dist.device)
+            if training.varlen:
+                check_varlen_support(model, dist.device)
+            reshard(model)
     return model.train()
 
 
