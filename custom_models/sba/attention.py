@@ -1,4 +1,7 @@
-"""Which code computes stick-breaking attention: the Triton kernel on a GPU, plain PyTorch elsewhere."""
+"""Which code computes stick-breaking attention: the Triton kernel on a GPU, plain PyTorch elsewhere.
+
+The plain form, and the word on ``--model.backend reference``, are flame's; nothing else here depends on flame.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flame.models.backend import runs_reference
 from flame.models.reference.stickbreaking import stickbreaking_attention as reference_attention
 
 
@@ -46,7 +50,7 @@ def stick_breaking_attention(
     """
     if mask is not None:
         return _masked_attention(q, k, v, mask)
-    if q.is_cuda and q.shape[1] == k.shape[1]:
+    if q.is_cuda and q.shape[1] == k.shape[1] and not runs_reference():
         # Imported late: Triton is there on Linux only, and machines without a GPU have no use for it.
         from custom_models.sba.kernels import stick_breaking_kernel
 

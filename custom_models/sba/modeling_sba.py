@@ -159,6 +159,4 @@ class SBAForCausalLM(SBAPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
-        return CausalLMOutputWithPast(
-            loss=loss, logits=logits, **{_CACHE: outputs[_CACHE] if _CACHE in outputs else None}
-        )
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **{_CACHE: outputs.get(_CACHE)})

@@ -186,6 +186,12 @@ def resolve_backend(backend: str, device_type: str) -> str:
     return backend
 
 
+def runs_reference() -> bool:
+    """Whether the reference operators are in place now; custom models with kernels of their own ask."""
+    module_name, name, source = _FUNCTIONS[0]
+    return "fla.models" in sys.modules and _find(module_name, name) is _reference(source, name)
+
+
 def import_fla() -> None:
     """Import FLA without its start-up noise; its model classes register themselves with transformers."""
     if "fla.models" in sys.modules:
