@@ -41,8 +41,8 @@ def truth(bounds):
     return run
 
 
-def chunked(bounds, scan=selective_scan):
-    cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
+def chunked(bounds, scan=selective_scan, device="cpu"):
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
 
     def run(**inputs):
         rows = {name: x[None] if name in TOKENS else x for name, x in inputs.items()}

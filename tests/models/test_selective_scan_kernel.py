@@ -1,0 +1,114 @@
+"""The Triton kernels against the reference: on a GPU, and on any machine in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from flame.models.reference.selective_scan import selective_scan as reference
+from flame.models.selective_scan_kernel import CHUNK_SIZE, selective_scan
+from tests.models.reference.recurrences import assert_same_with_gradients
+from tests.models.reference.test_selective_scan import TOKENS, chunked, make_inputs
+
+# A one-token document, an empty one, one of a whole chunk, one of a chunk and a token.
+SMALL = (0, 1, 4, 4, 4 + CHUNK_SIZE, 5 + 2 * CHUNK_SIZE)
+CASES = {
+    "mild": dict(bounds=SMALL),
+    "strong": dict(bounds=(0, 3, 40), decay="strong"),
+    "weak": dict(bounds=(0, 3, 40), decay="weak"),
+    "ragged": dict(bounds=(0, 7, 30), num_channels=5, state_size=3),
+    "blocks": dict(bounds=(0, 7, 12), num_channels=150, state_size=16),
+    "plain": dict(bounds=(0, 5, 12), leave_out=("D", "z", "dt_bias", "initial_state")),
+}
+
+
+def check_case(device, bounds, leave_out=(), **options):
+    inputs = {name: x.to(device) for name, x in make_inputs(bounds, **options).items() if name not in leave_out}
+    cotangent_device = torch.device(device)
+
+    def run(scan):
+        def on_device(**tensors):
+            y, final = scan(**tensors)
+            return y.to("cpu"), final.to("cpu")
+
+        return on_device
+
+    assert_same_with_gradients(
+        run(chunked(bounds, selective_scan, cotangent_device)),
+        run(chunked(bounds, reference, cotangent_device)),
+        inputs,
+        2e-5,
+        torch.float32,
+    )
+
+
+def check_rows_and_views(device):
+    """Two rows without bounds; gates and B, C that are slices of a wider tensor, as in the layer."""
+    inputs = {name: x.float().to(device) for name, x in make_inputs((0, 20, 40)).items()}
+    rows = {name: x.unflatten(0, (2, 20)) if name in TOKENS else x for name, x in inputs.items()}
+    wide = torch.cat([rows["B"], rows["C"], rows["z"]], dim=-1)
+    views = dict(zip("BCz", wide.split([4, 4, 6], dim=-1), strict=True))
+    y, final = selective_scan(**(rows | views), output_final_state=True)
+    expected, expected_final = reference(**rows, output_final_state=True)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(final, expected_final, rtol=1e-5, atol=1e-5)
+    assert selective_scan(**rows)[1] is None
+
+
+def check_isolation(device):
+    bounds, start, end = (0, 5, 20, 30), 5, 20
+    inputs = {name: x.float().to(device) for name, x in make_inputs(bounds).items()}
+    others = torch.ones(bounds[-1], dtype=torch.bool)
+    others[start:end] = False
+
+    def results(spoil):
+        leaves = {name: x.clone() for name, x in inputs.items()}
+        if spoil:
+            for name in TOKENS:
+                leaves[name][start:end] = torch.nan
+        leaves = {name: x.requires_grad_() for name, x in leaves.items()}
+        y, final = chunked(bounds, selective_scan, device)(**leaves)
+        y[others].sum().backward()
+        return y[others], final[[0, 2]], *(leaves[name].grad[others] for name in TOKENS)
+
+    for clean, spoilt in zip(results(False), results(True), strict=True):
+        assert torch.equal(clean, spoilt)
+
+
+def check_everything(device):
+    for name, options in CASES.items():
+        print(name, flush=True)
+        check_case(device, **options)
+    check_rows_and_views(device)
+    check_isolation(device)
+
+
+def test_kernels_in_the_interpreter():
+    """The interpreter must be chosen before triton is imported, so it has a process of its own."""
+    code = "from tests.models.test_selective_scan_kernel import check_everything; check_everything('cpu')"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_agree_with_the_reference(name):
+    check_case("cuda", **CASES[name])
+
+
+@pytest.mark.gpu
+def test_rows_views_and_isolation():
+    check_rows_and_views("cuda")
+    check_isolation("cuda")
