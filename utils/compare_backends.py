@@ -34,6 +34,8 @@ from flame.paths import find_resource
 
 DEBUG_MODELS = sorted(path.stem for path in find_resource("configs/debug").glob("*.json"))
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# FLA's delta rule and stick-breaking layer refuse float32.
+NEED_HALF = ("delta_net", "stickbreaking_attn")
 
 
 @dataclass
@@ -141,8 +143,7 @@ def compare_model(family: str, device: torch.device) -> list[Row]:
         truth = _model_result(model, rounded, torch.float64, ids)
         low = _model_result(model, rounded, dtype, ids)
         triton = None
-        # FLA's delta rule refuses float32.
-        if device.type == "cuda" and not (family == "delta_net" and dtype == torch.float32):
+        if device.type == "cuda" and not (family in NEED_HALF and dtype == torch.float32):
             setup_backend("triton", device.type, "varlen", context_len=NUM_TOKENS)
             triton = _model_result(model, rounded, dtype, ids)
             setup_backend("reference", device.type, "sdpa")

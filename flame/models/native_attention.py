@@ -8,9 +8,11 @@ FlashAttention, so that it says all that its mask would hold) get flame's own pa
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
+import torch
 from torch import Tensor, nn
 
 from flame.errors import UserError
@@ -26,7 +28,7 @@ def register_native_attention(varlen: Callable) -> None:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs):
-        cu_seqlens = kwargs.pop("cu_seqlens", None)
+        cu_seqlens = kwargs.pop("cu_seq_lens_q", None)
         if cu_seqlens is None:
             return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         return _attend_packed(varlen, query, key, value, cu_seqlens, **kwargs), None
@@ -51,6 +53,33 @@ def use_native_attention(model: nn.Module) -> None:
 
 def has_native_attention(model: nn.Module) -> bool:
     return model.config._attn_implementation == NAME
+
+
+def native_packing_arguments(model: nn.Module, cu_seqlens: Tensor, num_tokens: int) -> dict[str, Tensor]:
+    """What tells a model of transformers about the documents of a row, beside its token ids.
+
+    Attention that is not flame's finds documents by their restarting positions, and masks between them. Models that
+    pass on what they do not know get all that transformers' own collator of packed documents adds: flame's attention
+    and linear attention read cu_seq_lens_q, convolutions and state-space layers seq_idx.
+    """
+    arguments = {"position_ids": document_position_ids(cu_seqlens, num_tokens)}
+    parameters = inspect.signature(model.get_decoder().forward).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        arguments |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+        arguments["seq_idx"] = document_indices(cu_seqlens, num_tokens).int()
+    return arguments
+
+
+def document_position_ids(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """Positions that restart at each document, int64 [1, num_tokens]; computed on cu_seqlens' device."""
+    position = torch.arange(num_tokens, device=cu_seqlens.device)
+    return position - cu_seqlens.long()[document_indices(cu_seqlens, num_tokens)]
+
+
+def document_indices(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """Number of the document that each token belongs to, int64 [1, num_tokens]; computed on cu_seqlens' device."""
+    position = torch.arange(num_tokens, device=cu_seqlens.device)
+    return torch.searchsorted(cu_seqlens.long(), position, right=True)[None] - 1
 
 
 @contextlib.contextmanager

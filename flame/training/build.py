@@ -30,6 +30,7 @@ from flame.models.backend import check_supported, setup_backend
 from flame.models.custom import load_custom_models
 from flame.models.flops import FlopCounter, num_parameters
 from flame.models.loss import attach_training_forward, is_fla_model
+from flame.models.proofs import check_causal, check_varlen_support, no_weight_zero
 from flame.parallel.distributed import Distributed, init_distributed
 from flame.parallel.fsdp import reshard, shard_model
 from flame.training.finish import check_finish
