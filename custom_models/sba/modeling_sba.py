@@ -51,8 +51,8 @@ class SBAAttention(nn.Module):
         return self.o_proj(o.flatten(-2))
 
     def mixer_flops(self) -> dict[str, float]:
-        """q·k and the weighted values, for each pair of a query and a key: what flame counts for this layer."""
-        return {"per_pair": 4 * self.num_heads * self.head_dim}
+        """q·k and the weighted values for each pair of a query and a key; the keys and values that decoding keeps."""
+        return {"per_pair": 4 * self.num_heads * self.head_dim, "cache": 2 * self.num_heads * self.head_dim}
 
 
 class SBAMLP(nn.Module):

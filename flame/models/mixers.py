@@ -6,7 +6,7 @@ returns a :class:`MixerFlops` or a mapping of its fields; :func:`mixer_flops` as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -71,12 +71,19 @@ def mixer_flops(module: nn.Module) -> MixerFlops | None:
     return None
 
 
-def find_mixers(module: nn.Module) -> list[MixerFlops]:
-    """The mixers in ``module``, itself included; what lies inside a mixer belongs to it."""
+def named_mixers(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module, MixerFlops]]:
+    """The mixers in ``module``, itself included, as (name, mixer, FLOPs); what lies inside a mixer belongs to it."""
     own = mixer_flops(module)
     if own is not None:
-        return [own]
-    return [mixer for child in module.children() for mixer in find_mixers(child)]
+        yield name, module, own
+        return
+    for key, child in module.named_children():
+        yield from named_mixers(child, f"{name}.{key}" if name else key)
+
+
+def find_mixers(module: nn.Module) -> list[MixerFlops]:
+    """As :func:`named_mixers`, the FLOPs alone."""
+    return [flops for _, _, flops in named_mixers(module)]
 
 
 def _declared(module: nn.Module) -> MixerFlops:
