@@ -65,6 +65,7 @@ _FUNCTIONS: tuple[tuple[str, str, str], ...] = (
     ("fla.ops.delta_rule", "fused_recurrent_delta_rule", "delta_rule"),
     ("fla.ops.gla", "chunk_gla", "gla"),
     ("fla.ops.gla", "fused_recurrent_gla", "gla"),
+    ("fla.ops.simple_gla", "chunk_simple_gla", "simple_gla"),
     ("fla.ops.generalized_delta_rule", "chunk_dplr_delta_rule", "generalized_delta_rule"),
     ("fla.ops.generalized_delta_rule", "fused_recurrent_dplr_delta_rule", "generalized_delta_rule"),
     ("fla.ops.rwkv7", "fused_mul_recurrent_rwkv7", "generalized_delta_rule"),

@@ -19,6 +19,7 @@ from flame.models.native_attention import (
     use_native_attention,
     without_mask,
 )
+from flame.models.native_recurrence import use_packed_recurrence
 from flame.models.reference.cross_entropy import fused_linear_cross_entropy_loss
 
 IGNORE_INDEX = -100
@@ -38,6 +39,7 @@ def attach_training_forward(model: nn.Module) -> nn.Module:
     check_loss_support(model)
     if not is_fla_model(model):
         use_native_attention(model)
+        use_packed_recurrence(model)
     own_forward = model.forward
 
     def forward(self: nn.Module, input_ids: Tensor, labels: Tensor | None = None, **kwargs) -> Tensor:
