@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from operator_cases import cross_entropy, delta_rule, layers, linear_attention, rwkv7, stickbreaking
+from operator_cases import cross_entropy, delta_rule, layers, linear_attention, rwkv7, state_space, stickbreaking
 from operator_cases.case import CU_SEQLENS, Draw, Operator
 
-GROUPS = (delta_rule, linear_attention, rwkv7, stickbreaking, layers, cross_entropy)
+GROUPS = (delta_rule, linear_attention, rwkv7, state_space, stickbreaking, layers, cross_entropy)
 
 
 def operators(device: torch.device) -> list[Operator]:

@@ -18,7 +18,7 @@ class Operator:
     """One operator with both implementations and what to feed it.
 
     Attributes:
-        home: FLA module that exports `name`; the reference module is `reference`.
+        home: FLA module (or flame's, for its own kernels) that exports `name`; the reference module is `reference`.
         inputs: tensors by name, drawn in float64; floating ones get gradients.
         call: (function, tensors) -> outputs; outputs that need no gradient are compared too.
         float32: whether FLA's kernel takes float32.
