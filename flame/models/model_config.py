@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import dis
 import inspect
 import json
 import logging
@@ -122,12 +123,17 @@ def _from_file(path: Path, trust_remote_code: bool) -> PretrainedConfig:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as fault:
+        values = json.loads(path.read_text(encoding="utf-8"), object_hook=_decode_float)
+    except ValueError as fault:
         raise UserError(f"{path}: not valid JSON: {fault}") from fault
     if not isinstance(values, dict):
         raise UserError(f"{path}: must hold one JSON object, not a {type(values).__name__}")
     return values
+
+
+def _decode_float(values: dict[str, Any]) -> dict[str, Any] | float:
+    """An infinite or undefined number, which transformers writes as {"__float__": "Infinity"}; others unchanged."""
+    return float(values["__float__"]) if values.keys() == {"__float__"} else values
 
 
 def _from_custom_code(path: Path, model_type: str, trust_remote_code: bool) -> PretrainedConfig:
@@ -168,10 +174,13 @@ def _check_keys(path: Path, values: dict[str, Any], config_class: type[Pretraine
 
 def _known_keys(config_class: type[PretrainedConfig]) -> set[str]:
     known = set(_BOOKKEEPING_KEYS) | set(GenerationConfig().to_dict()) | set(PretrainedConfig().to_dict())
-    for base in config_class.__mro__:
+    for base in config_class.__mro__[:-1]:  # without object
         known |= set(getattr(base, "__dataclass_fields__", ()))
         if "__init__" in vars(base):
             known |= set(inspect.signature(base.__init__).parameters)
+            # FLA's GSAConfig takes "exapnd_k" and keeps it as expand_k, which is what a saved config holds.
+            code = dis.get_instructions(inspect.unwrap(base.__init__))
+            known |= {step.argval for step in code if step.opname == "STORE_ATTR"}
     known |= set(config_class.attribute_map)
     return known - {"self", "args", "kwargs"}
 
