@@ -56,3 +56,8 @@ class Draw:
 
     def states(self, num_heads: int = NUM_HEADS) -> Tensor:
         return self(len(CU_SEQLENS) - 1, num_heads, HEAD_DIM, HEAD_DIM)
+
+
+def full_precision(state: Tensor) -> Tensor:
+    """A start state for kernels that take float32 only; float64 stays, for the reference."""
+    return state if state.dtype == torch.float64 else state.float()

@@ -42,6 +42,9 @@ def norms(draw: Draw) -> list[Operator]:
     def grouped(fn, x):
         return fn(x["x"], x["weight"], None, is_rms_norm=True, num_groups=4)
 
+    def linear(fn, x):
+        return fn(x["x"], x["weight"], None, x["linear"], None, is_rms_norm=True)
+
     inputs = {"x": draw.rows(), "weight": 1 + 0.1 * draw(HIDDEN)}
     plain, gated, l2 = (f"fla.modules.norm.{name}" for name in ("layernorm", "fused_norm_gate", "l2norm"))
     with_bias = inputs | {"bias": draw(HIDDEN)}
@@ -49,6 +52,7 @@ def norms(draw: Draw) -> list[Operator]:
         Operator("rms_norm", plain, "norms", inputs | {"residual": draw.rows()}, residual),
         Operator("layer_norm", plain, "norms", with_bias, lambda fn, x: fn(x["x"], x["weight"], x["bias"])),
         Operator("group_norm", plain, "norms", inputs, grouped),
+        Operator("layer_norm_linear", plain, "norms", inputs | {"linear": draw(64, HIDDEN) / HIDDEN**0.5}, linear),
         Operator(
             "rms_norm_gated",
             gated,
