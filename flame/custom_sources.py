@@ -52,7 +52,7 @@ def find_custom(entry: str) -> CustomSource:
     """
     if not entry:
         raise UserError("an entry is empty")
-    inside = find_resource(Path(FOLDER) / entry)
+    inside = find_resource(Path(FOLDER) / entry.removeprefix(f"{FOLDER}."))
     for path in (inside, Path(entry).expanduser(), Path(f"{entry}.py")):
         if path.is_file() or (path / "__init__.py").is_file():
             return _from_path(path.resolve())

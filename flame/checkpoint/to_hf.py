@@ -57,7 +57,8 @@ def convert_dcp_to_hf(
 
     The backend must be set up (``flame.models.backend.setup_backend``), so that the model's class can be built on the
     meta device to check names and shapes; custom models that the run's config.toml names are imported. Memory in use
-    is the larger of 64 MB and the largest tensor, a few times. The folder changes over at the end: an interrupted conversion leaves what was there.
+    is the larger of 64 MB and the largest tensor, a few times. The folder changes over at the end: an interrupted
+    conversion leaves what was there.
 
     Args:
         path: a run folder, its checkpoint folder, or one step folder.

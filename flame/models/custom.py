@@ -63,8 +63,8 @@ def load_entry(entry: str, origin: str) -> None:
         origin: how the entry was given, the beginning of every message.
 
     Raises:
-        UserError: no such code, an exception while it is imported, another module of its name, nothing registered, or
-            a config without a causal language model.
+        UserError: no such code, an exception while it is imported, another module of its name, nothing registered, a
+            config without a causal language model, or a model type that another config has.
     """
     try:
         source = find_custom(entry)
@@ -80,6 +80,8 @@ def load_source(source: CustomSource, origin: str) -> None:
     module = _import(source, origin)
     configs = [CONFIG_MAPPING[name] for name in sorted(set(CONFIG_MAPPING.keys()) - types_before)]
     configs += [config for config in registered_configs() if _is_inside(config, module) and config not in configs]
+    for config in configs:
+        _check_type_is_free(config, module, origin)
     if is_new and not configs:
         raise UserError(
             f"{origin}: registers no model: its __init__ must call AutoConfig.register and "
@@ -107,6 +109,17 @@ def registered_configs() -> list[type[PretrainedConfig]]:
         (cls for cls in foreign if cls.model_type in CONFIG_MAPPING and CONFIG_MAPPING[cls.model_type] is cls),
         key=lambda cls: cls.model_type,
     )
+
+
+def _check_type_is_free(config: type[PretrainedConfig], module: ModuleType, origin: str) -> None:
+    """transformers lets a registration replace one of FLA's; a folder exported so would load as something else."""
+    for other in _subclasses(PretrainedConfig):
+        if other.model_type == config.model_type and other is not config and not _is_inside(other, module):
+            CONFIG_MAPPING.register(config.model_type, other, exist_ok=True)
+            raise UserError(
+                f"{origin}: registers model_type {config.model_type!r}, which is that of {other.__module__}."
+                f"{other.__name__}; give it a name of its own"
+            )
 
 
 def _subclasses(cls: type) -> Iterator[type]:
