@@ -51,6 +51,11 @@ def use_native_attention(model: nn.Module) -> None:
         model.set_attn_implementation(NAME)
 
 
+def leave_native_attention(model: nn.Module) -> None:
+    """Back to SDPA with a mask of [T, T] entries, for models that do not pass the documents' bounds to attention."""
+    model.set_attn_implementation("sdpa")
+
+
 def has_native_attention(model: nn.Module) -> bool:
     return model.config._attn_implementation == NAME
 

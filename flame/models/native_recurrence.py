@@ -26,13 +26,15 @@ def use_packed_recurrence(model: nn.Module) -> None:
             continue
         namespace = vars(sys.modules[module_name])
         for name, (packed, package) in _PACKED.items():
-            if name not in namespace or hasattr(namespace[name], "packed") or _is_installed(package):
-                continue
-            namespace[name] = _either(namespace[name], packed)
+            if name in namespace and not hasattr(namespace[name], "packed") and not _is_installed(package):
+                namespace[name] = _either(namespace[name], packed)
+        for name, always in _ALWAYS.items():
+            if name in namespace:
+                namespace[name] = always
 
 
-def _is_installed(package: str | None) -> bool:
-    return package is not None and importlib.util.find_spec(package) is not None
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def _either(own: Callable, packed: Callable) -> Callable:
@@ -104,43 +106,48 @@ def _state_space_dual(
     return y if D is None else y + D[:, None].to(y.dtype) * hidden_states
 
 
-def _gated_delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    chunk_size: int = 64,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    *,
-    cu_seqlens: Tensor,
-    **options: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """The gated delta rule of query, key [1, T, H, K], value [1, T, HV, V], g and beta [1, T, HV]."""
-    chunk_gated_delta_rule = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-    return chunk_gated_delta_rule(
-        query,
-        key,
-        value,
-        g=g,
-        beta=beta,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        cu_seqlens=cu_seqlens,
-    )
+def _gated_delta_rule(name: str) -> Callable:
+    """FLA's operator of that name, whatever the backend put in its place, behind transformers' signature."""
+
+    def gated_delta_rule(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        cu_seqlens: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        return getattr(importlib.import_module("fla.ops.gated_delta_rule"), name)(
+            query,
+            key,
+            value,
+            g=g,
+            beta=beta,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            cu_seqlens=cu_seqlens,
+        )
+
+    return gated_delta_rule
 
 
 def _no_shortcut(*args: Any, **options: Any) -> None:
     """The whole mixer in one kernel, which only mamba-ssm has; None sends the mixer through its parts."""
 
 
-# transformers' function -> the packed one, and the package with which its own would do (FLA's is bound at import).
-_PACKED: dict[str, tuple[Callable, str | None]] = {
+# transformers' function -> the packed one, and the package with which transformers' own does without it.
+_PACKED: dict[str, tuple[Callable, str]] = {
     "causal_conv1d_fn": (_convolution, "causal_conv1d"),
     "mamba2_chunk_scan": (_state_space_dual, "mamba_ssm"),
     "mamba2_split_conv1d_scan_combined": (_no_shortcut, "mamba_ssm"),
-    "torch_chunk_gated_delta_rule": (_gated_delta_rule, None),
+}
+# These are FLA's already, but as they were when transformers was imported, which may be before the backend was chosen.
+_ALWAYS: dict[str, Callable] = {
+    "torch_chunk_gated_delta_rule": _gated_delta_rule("chunk_gated_delta_rule"),
+    "torch_recurrent_gated_delta_rule": _gated_delta_rule("fused_recurrent_gated_delta_rule"),
 }

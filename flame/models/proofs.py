@@ -7,6 +7,7 @@ in training (dropout with one fixed seed), since some take other code paths in e
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 
 import torch
@@ -14,6 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from flame.errors import UserError
+from flame.models.native_attention import has_native_attention, leave_native_attention
+
+logger = logging.getLogger(__name__)
 
 _HALF = 8  # tokens
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -59,24 +63,36 @@ def check_causal(model: nn.Module, device: torch.device | str) -> None:
 def check_varlen_support(model: nn.Module, device: torch.device | str) -> None:
     """Prove on two short packed documents that changing the first leaves the second's states bit-equal.
 
-    Only mixtures of experts may move by rounding, since documents share the experts' matrix products. Needs and costs
+    Only mixtures of experts may move by rounding, since documents share the experts' matrix products. A model that
+    fails with flame's packed attention goes back to its own attention with a mask, if that passes. Needs and costs
     what `check_causal` does.
 
     Raises:
         UserError: the model does not keep packed documents apart, or says itself that it cannot.
     """
-    name, second = type(model).__name__, slice(_HALF, None)
+    if not _mixes_documents(model, device):
+        return
+    if has_native_attention(model):
+        leave_native_attention(model)
+        if not _mixes_documents(model, device):
+            logger.info("attention of packed documents goes through masks: memory grows with the square of the row")
+            return
+    raise UserError(
+        f"{type(model).__name__} mixes packed documents (the second's states move when the first changes); "
+        "turn training.varlen off, or use a model family that takes cu_seqlens"
+    )
+
+
+def _mixes_documents(model: nn.Module, device: torch.device | str) -> bool:
     cu_seqlens = torch.tensor([0, _HALF, 2 * _HALF], dtype=torch.int32, device=device)
     try:
         states = _states_of_both(model, slice(None, _HALF), device, cu_seqlens=cu_seqlens)
     except (ValueError, TypeError, NotImplementedError) as fault:  # transformers' ways to say what it cannot do
-        raise UserError(f"{name} cannot keep packed documents apart: {fault}; turn training.varlen off") from fault
-    one, other = (state[:, second] for state in states)
-    if not torch.equal(one, other) and (not _has_experts(model) or _differ(one, other)):
         raise UserError(
-            f"{name} mixes packed documents (the second's states move when the first changes); "
-            "turn training.varlen off, or use a model family that takes cu_seqlens"
-        )
+            f"{type(model).__name__} cannot keep packed documents apart: {fault}; turn training.varlen off"
+        ) from fault
+    one, other = (state[:, _HALF:] for state in states)
+    return not torch.equal(one, other) and (not _has_experts(model) or _differ(one, other))
 
 
 @torch.no_grad()
