@@ -28,6 +28,10 @@ CASES = {
 }
 
 
+def release(package):
+    return tuple(int(part) for part in version(package).split(".")[:2])
+
+
 def check_case(device, bounds, leave_out=(), **options):
     inputs = {name: x.to(device) for name, x in make_inputs(bounds, **options).items() if name not in leave_out}
     cotangent_device = torch.device(device)
@@ -90,7 +94,7 @@ def check_everything(device):
 
 
 @pytest.mark.skipif(
-    version("triton") < "3.7" and tuple(map(int, version("numpy").split(".")[:2])) >= (2, 4),
+    release("triton") < (3, 7) and release("numpy") >= (2, 4),
     reason="numpy 2.4 no longer takes the loop bounds that the interpreter of Triton 3.6 gives it",
 )
 def test_kernels_in_the_interpreter():
@@ -132,7 +136,7 @@ def test_memory_of_a_long_row():
     kept = torch.cuda.memory_allocated() - before
     y.sum().backward()
     assert kept < 1.6 * y.numel() * y.element_size()
-    assert torch.cuda.max_memory_allocated() - before < 10 * y.numel() * y.element_size()
+    assert torch.cuda.max_memory_allocated() - before < 12 * y.numel() * y.element_size()
     assert all(torch.isfinite(x.grad).all() for x in [A, *inputs.values()])
 
 
