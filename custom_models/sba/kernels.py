@@ -128,8 +128,8 @@ def _softplus(z):
     """log(1 + exp(z)), also right where exp(z) would overflow or vanish beside 1."""
     x = tl.exp(-tl.abs(z))
     u = 1.0 + x
-    # log1p(x) = log(u) x / (u - 1) undoes the rounding in u (Kahan).
-    return tl.maximum(z, 0.0) + tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
+    # log1p(x): what rounding took from u is put back, to first order, which is all there is of a small x.
+    return tl.maximum(z, 0.0) + (tl.log(u) + (x - (u - 1.0)))
 
 
 @triton.jit

@@ -51,6 +51,7 @@ SHIPPED = {
     "samba": {"1B"},
     "rwkv7": {"400M"},
     "hybrid": {"340M"},
+    "sba": {"340m"},
 }
 
 
