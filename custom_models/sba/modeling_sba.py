@@ -50,9 +50,15 @@ class SBAAttention(nn.Module):
             o = o + rest.unsqueeze(-1).to(o.dtype) * own
         return self.o_proj(o.flatten(-2))
 
-    def mixer_flops(self) -> dict[str, float]:
-        """q·k and the weighted values for each pair of a query and a key; the keys and values that decoding keeps."""
-        return {"per_pair": 4 * self.num_heads * self.head_dim, "cache": 2 * self.num_heads * self.head_dim}
+    def mixer_flops(self) -> dict[str, Any]:
+        """What flame counts for this layer beside its projections, and what it keeps when it decodes."""
+        size = self.num_heads * self.head_dim
+        return {
+            "per_pair": 2 * 2 * size,
+            "cache": 2 * size,
+            "formula": "q·k and the weighted values, for each pair: 4 H d",
+            "source": "Tan et al. 2024, Stick-Breaking Attention, eq. 2",
+        }
 
 
 class SBAMLP(nn.Module):
