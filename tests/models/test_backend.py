@@ -23,6 +23,8 @@ TINY = {
     "hgrn2": {"expand_ratio": 16},
     "hybrid": HYBRID | {"head_dim": 16},
     "kda": {"head_dim": 16},
+    "mamba2": {"head_dim": 16, "num_heads": 4},
+    "samba": HYBRID,
 }
 
 
