@@ -8,6 +8,7 @@ import pytest
 
 from flame.paths import find_resource
 from flame.utils.describe import main
+from utils.family_table import PAGE, config_row
 
 CONFIGS = find_resource("configs")
 SHIPPED = sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.json") if "tokenizer" not in path.parts)
@@ -21,7 +22,7 @@ def describe(capsys, *arguments: str) -> tuple[int, str, str]:
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_shipped_config(name, capsys):
-    code, out, _ = describe(capsys, "--model.config", f"configs/{name}", "--lengths", "8,16", "--json")
+    code, out, _ = describe(capsys, "--model.config", f"configs/{name}", "--lengths", "8,16,2048,65536", "--json")
     assert code == 0
     found = json.loads(out)
     assert sum(found["parts"].values()) == found["total"]
@@ -29,13 +30,15 @@ def test_every_shipped_config(name, capsys):
     assert found["without_embedding"] == found["total"] - found["parts"]["embedding"]
     assert found["uncounted"] == [] and all(kind["formula"] and kind["source"] for kind in found["mixers"])
     assert sum(kind["count"] for kind in found["mixers"]) == sum(found["blocks"].values())
-    short, long = found["lengths"]
+    short, long = found["lengths"][:2]
     assert short["linear_flops"] == long["linear_flops"] > 0
     has_cache = any(kind["cache"] for kind in found["mixers"])
     assert (long["decode_bytes"] > short["decode_bytes"]) == has_cache
     assert (long["mixer_flops"] > short["mixer_flops"]) == has_cache
     assert has_cache or short["decode_bytes"] == found["state_bytes"] > 0
     assert found["training_bytes"] == 16 * found["total"]
+    if "/" not in name:
+        assert config_row(name.removesuffix(".json"), found) in PAGE.read_text(encoding="utf-8").splitlines()
 
 
 def test_numbers_of_a_model_by_hand(capsys):
