@@ -8,6 +8,8 @@ or a Python file), and a module that Python can import.
 from __future__ import annotations
 
 import importlib.util
+import keyword
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,8 +100,10 @@ def make_entries_absolute(config: JobConfig) -> None:
 
 def _from_path(path: Path) -> CustomSource:
     name = path.stem if path.is_file() else path.name
-    if not name.isidentifier():
+    if not name.isidentifier() or keyword.iskeyword(name):
         raise UserError(f"{name!r} is no name of a module; use letters, digits and _")
+    if name in sys.stdlib_module_names:
+        raise UserError(f"{name!r} is the name of a module of Python's own; rename it")
     return CustomSource(f"{FOLDER}.{name}" if path.parent == SHIPPED else name, path)
 
 

@@ -58,10 +58,13 @@ def test_what_is_not_there(folder, entry, reason):
     assert reason in str(fault.value)
 
 
-def test_a_name_that_is_no_module(folder):
-    (folder / "my-model.py").touch()
-    with pytest.raises(UserError, match="no name of a module"):
-        find_custom("my-model.py")
+@pytest.mark.parametrize(
+    ("name", "reason"), [("my-model.py", "no name of a module"), ("class.py", "no name"), ("queue.py", "Python's own")]
+)
+def test_a_name_that_cannot_be_used(folder, name, reason):
+    (folder / name).touch()
+    with pytest.raises(UserError, match=reason):
+        find_custom(name)
 
 
 def test_a_job_with_wrong_entries_is_refused_with_each_of_them():

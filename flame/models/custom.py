@@ -41,7 +41,8 @@ def load_custom_models(config: JobConfig) -> None:
 def load_recorded(sections: dict, run: Path) -> None:
     """Import the custom models that the ``config.toml`` of a run names (its sections, as read).
 
-    Code that lies inside the run's folder is left out: a run that came from elsewhere must not bring its own.
+    Code that lies inside the run's folder is left out: a run that came from elsewhere must not bring its own. So is
+    code that is no longer there, or that is loaded already, as when the caller knows where it is now.
 
     Raises:
         UserError: see :func:`load_entry`.
@@ -49,10 +50,18 @@ def load_recorded(sections: dict, run: Path) -> None:
     entries = [(OPTIONS[0], entry) for entry in sections.get("model", {}).get("custom_models", [])]
     entries.append((OPTIONS[1], sections.get("experimental", {}).get("custom_model_path", "")))
     for option, entry in entries:
-        if entry and Path(entry).resolve().is_relative_to(run.resolve()):
+        origin = f"{run / 'config.toml'}: {option} = {entry}"
+        if not entry:
+            continue
+        try:
+            source = find_custom(entry)
+        except UserError as fault:
+            logger.warning("%s: %s; passed over", origin, fault)
+            continue
+        if source.path is not None and source.path.is_relative_to(run.resolve()):
             logger.warning("%s: code inside the folder is not run by itself; give --custom_models %s", run, entry)
-        elif entry:
-            load_entry(entry, f"{run / 'config.toml'}: {option} = {entry}")
+        elif source.module not in sys.modules:
+            load_source(source, origin)
 
 
 def load_entry(entry: str, origin: str) -> None:
@@ -138,7 +147,7 @@ def _import(source: CustomSource, origin: str) -> ModuleType:
         return loaded
     try:
         return _run(source) if source.path else importlib.import_module(source.module)
-    except Exception as fault:  # whatever the user's code raises
+    except (Exception, SystemExit) as fault:  # whatever the user's code raises
         for name in [name for name in sys.modules if name == source.module or name.startswith(f"{source.module}.")]:
             del sys.modules[name]
         frame = traceback.extract_tb(fault.__traceback__)[-1]

@@ -194,7 +194,7 @@ def _custom_hint() -> str:
     loaded = {config.model_type for config in registered_configs()}
     return (
         f"; custom models: {', '.join(sorted(loaded | set(shipped_packages()))) or 'none'}; one's own need "
-        "--model.custom_models (docs/custom_models.md)"
+        "--model.custom_models, in conversions --custom_models (docs/custom_models.md)"
     )
 
 

@@ -95,6 +95,7 @@ def test_a_package_imports_its_own_modules(tmp_path):
     [
         ("tiny_missing", "import no_such_library", "ModuleNotFoundError: No module named 'no_such_library'"),
         ("tiny_broken", "x = 1\nx.y", r"AttributeError: .*tiny_broken.py, line 2\)"),
+        ("tiny_exit", "raise SystemExit(0)", "importing it fails: SystemExit"),
         ("tiny_syntax", "def f(:", "SyntaxError"),
         ("tiny_nothing", "x = 1", "registers no model"),
         ("tiny_config", CONFIG_ONLY, "registers tiny_config without a causal language model"),
@@ -116,8 +117,8 @@ def test_a_refused_registration_leaves_the_one_before_in_place():
 
 
 def test_a_name_that_another_module_has(write):
-    with pytest.raises(UserError, match="a module named 'json' is loaded already"):
-        load_entry(write("json", WHOLE), "--custom_models")
+    with pytest.raises(UserError, match="a module named 'torch' is loaded already"):
+        load_entry(write("torch", WHOLE), "--custom_models")
 
 
 def test_nothing_is_imported_that_is_not_asked_for():
@@ -158,6 +159,21 @@ def test_code_inside_a_run_folder_is_not_run(tmp_path, write, caplog):
     load_recorded({"experimental": {"custom_model_path": path}}, tmp_path)
     assert "tiny_inside" not in CONFIG_MAPPING
     assert f"give --custom_models {path}" in caplog.text
+
+
+def test_code_that_has_moved_is_given_anew(tmp_path, write, caplog):
+    load_recorded({"model": {"custom_models": [str(tmp_path / "gone.py")]}}, tmp_path / "run")
+    assert "passed over" in caplog.text
+    load_entry(write("tiny_moved", WHOLE), "--custom_models")
+    (tmp_path / "old").mkdir()
+    old = tmp_path / "old" / "tiny_moved.py"
+    old.write_text("1 / 0")
+    load_recorded({"model": {"custom_models": [str(old)]}}, tmp_path / "run")
+
+
+def test_fla_operators_are_those_of_the_backend(write):
+    text = WHOLE + "\nfrom fla.ops.gla import chunk_gla\nassert chunk_gla.__module__ == 'flame.models.reference.gla'\n"
+    load_entry(write("tiny_on_fla", text), "--custom_models")
 
 
 class DeclaringMixer(nn.Module):
