@@ -27,6 +27,7 @@ from flame.metrics.logger import MetricLogger
 from flame.metrics.meter import StepMeter
 from flame.models import BuiltModel, build_model, check_positions, find_blocks, init_weights, load_model_config
 from flame.models.backend import check_supported, setup_backend
+from flame.models.blocks import independent_blocks
 from flame.models.custom import load_custom_models
 from flame.models.flops import FlopCounter, num_parameters
 from flame.models.loss import attach_training_forward, is_fla_model
@@ -136,15 +137,18 @@ def shard_and_initialise(config: JobConfig, built: BuiltModel, dist: Distributed
     training = config.training
     model = attach_training_forward(built.model)
     blocks = find_blocks(model)
+    units = independent_blocks(model, blocks)
     shard_model(
         model,
-        blocks,
+        units,
         dist.mesh,
         param_dtype=compute_dtype(training.mixed_precision_param, dist.device),
         reduce_dtype=training.mixed_precision_reduce,
         reshard_after_forward=training.fsdp_reshard_after_forward,
     )
-    logger.info("FSDP: %d blocks, each a unit of its own, sharded over %d", len(blocks), dist.world_size)
+    logger.info("FSDP: %d blocks, each a unit of its own, sharded over %d", len(units), dist.world_size)
+    if len(units) < len(blocks):
+        logger.info("FSDP: %d more blocks share weights and stay gathered with the rest", len(blocks) - len(units))
     model.to_empty(device=dist.device)
     init_weights(model, built.recipe, training.seed, built.tied)
     if config.model.print_after_conversion:
