@@ -285,7 +285,7 @@ def _install_state_space(backend: str) -> None:
         selective_scan = _reference("selective_scan", "selective_scan")
         linear_attention = _reference("simple_gla", "chunk_simple_gla")
     else:
-        selective_scan = importlib.import_module("flame.models.selective_scan_kernel").selective_scan
+        selective_scan = importlib.import_module("flame.models.selective_scan").selective_scan
         linear_attention = _find("fla.ops.simple_gla", "chunk_simple_gla")
     for name in ("fla.layers.mamba", "fla.layers.mamba2"):
         _replace(logging.getLogger(name), "disabled", True)  # they would announce FLA's own fallbacks

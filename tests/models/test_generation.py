@@ -9,7 +9,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from flame.models.backend import REFERENCE_FAMILIES, setup_backend, uninstall
 from flame.paths import find_resource
 
-
 # What a tiny model of the family needs besides fewer and smaller layers.
 TINY = {
     "gated_deltanet": {"head_dim": 16},

@@ -27,7 +27,7 @@ def selective_scans(draw: Draw, cu_seqlens: Tensor) -> list[Operator]:
     inputs |= {"D": draw(HIDDEN), "dt_bias": draw(HIDDEN) - 4}
     inputs["initial_state"] = draw(len(CU_SEQLENS) - 1, HIDDEN, STATE_SIZE)
     strong = inputs | {"dt_bias": draw(HIDDEN) + 4}  # a chunk's log decay is near -4000
-    home = "flame.models.selective_scan_kernel"
+    home = "flame.models.selective_scan"
     return [
         Operator("selective_scan", home, "selective_scan", inputs, scan),
         Operator("selective_scan", home, "selective_scan", strong, scan, label=", strong decay"),

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flame.models.reference.selective_scan import selective_scan as reference
-from flame.models.selective_scan_kernel import CHUNK_SIZE, selective_scan
+from flame.models.selective_scan import CHUNK_SIZE, selective_scan
 from tests.models.reference.recurrences import assert_same_with_gradients
 from tests.models.reference.test_selective_scan import TOKENS, chunked, make_inputs
 
@@ -99,7 +99,7 @@ def check_everything(device):
 )
 def test_kernels_in_the_interpreter():
     """The interpreter must be chosen before triton is imported, so it has a process of its own."""
-    code = "from tests.models.test_selective_scan_kernel import check_everything; check_everything('cpu')"
+    code = "from tests.models.test_selective_scan_operator import check_everything; check_everything('cpu')"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
