@@ -70,7 +70,7 @@ def test_packed_gated_delta_rule_is_transformers_own_of_each_document(form, monk
     use_packed_recurrence(tiny_native("qwen3_next"))
     packed = vars(sys.modules["transformers.models.qwen3_next.modeling_qwen3_next"])[name]
     torch.manual_seed(0)
-    q, k, v = torch.randn(1, BOUNDS[-1], 2, 8), torch.randn(1, BOUNDS[-1], 2, 8), torch.randn(1, BOUNDS[-1], 4, 8)
+    q, k, v = (torch.randn(1, BOUNDS[-1], 4, 8) for _ in range(3))
     g, beta = F.logsigmoid(torch.randn(1, BOUNDS[-1], 4)), torch.rand(1, BOUNDS[-1], 4)
     y, state = packed(q, k, v, g=g, beta=beta, cu_seqlens=torch.tensor(BOUNDS), use_qk_l2norm_in_kernel=True)
     alone = [
