@@ -93,7 +93,7 @@ def load_source(source: CustomSource, origin: str) -> None:
         _check_type_is_free(config, module, origin)
     if is_new and not configs:
         raise UserError(
-            f"{origin}: registers no model: its __init__ must call AutoConfig.register and "
+            f"{origin}: registers no model: when imported it must call AutoConfig.register and "
             "AutoModelForCausalLM.register (docs/custom_models.md)"
         )
     if configs and not any(config in MODEL_FOR_CAUSAL_LM_MAPPING for config in configs):

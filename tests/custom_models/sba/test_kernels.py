@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from tests.custom_models.sba.cases import CASES, check_case, check_isolation, inputs, run
+from tests.custom_models.sba.cases import CASES, GPU_CASES, check_case, check_isolation, inputs, run
 from tests.runs.harness import ROOT
 
 
@@ -28,13 +28,13 @@ def test_interpreted_kernels_agree_with_the_reference_in_float64():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", GPU_CASES)
 def test_float32_on_a_gpu(name):
-    check_case(name, "cuda", torch.float32, tolerance=1e-5)
+    check_case(name, "cuda", torch.float32, tolerance=3e-5)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", GPU_CASES)
 def test_bfloat16_on_a_gpu(name):
     check_case(name, "cuda", torch.bfloat16, tolerance=2e-2)
 
