@@ -156,7 +156,11 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     results = read(STORE)
     for path in options.merge:
-        results = merge(results, read(path))
+        new = read(path)
+        elsewhere = [config for config, result in new["gpu"].items() if result.get("card") == "CPU"]
+        if elsewhere:
+            raise SystemExit(f"{path}: {', '.join(elsewhere)} ran on a CPU; the column is about GPUs")
+        results = merge(results, new)
     save(STORE, results)
     page = fill(PAGE.read_text(encoding="utf-8"), "families", families_table(results))
     page = fill(page, "GPU runs", gpu_table(results))

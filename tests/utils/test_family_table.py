@@ -59,6 +59,13 @@ def test_filling_a_page_keeps_the_rest():
         family_table.fill("nothing", "x", "new")
 
 
+def test_a_run_on_a_cpu_is_no_gpu_cell(tmp_path):
+    path = tmp_path / "gpu.json"
+    family_table.save(path, {"cpu": {}, "gpu": {"gla": PASSED | {"card": "CPU"}}})
+    with pytest.raises(SystemExit, match="ran on a CPU"):
+        family_table.main(["--merge", str(path)])
+
+
 def rows(*losses: float) -> list[dict]:
     return [{"loss": loss, "tps": 100.0, "memory_gib": 1.5, "step_time_s": 2.0} for loss in losses]
 
