@@ -22,7 +22,7 @@ _packed: ContextVar[bool] = ContextVar("packed", default=False)
 
 
 def register_native_attention(varlen: Callable) -> None:
-    """Enter `varlen` (with flash_attn_varlen_func's signature) under flame's name; without cu_seqlens it is SDPA."""
+    """Enter `varlen` (with flash_attn_varlen_func's signature) under flame's name; without cu_seq_lens_q it is SDPA."""
     # Imported here: these modules are loud, and `flame.models.backend.import_fla` has loaded them quietly by now.
     from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -121,7 +121,8 @@ def _attend_packed(
     for name, value_given in extras.items():
         if value_given is not None and (name != "attention dropout" or value_given):
             raise UserError(
-                f"packed documents (training.varlen) do not go together with {name} in this model's attention"
+                f"packed documents do not go together with {name} in this model's attention; "
+                "turn one of them off, in the model's config or with training.varlen"
             )
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # [T, H, D]
     window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
