@@ -17,7 +17,7 @@ from flame.data.shard_order import ShardOrder
 from flame.data.shards import ShardedSource
 from flame.data.sources import Source, open_sources
 from flame.data.state import STATE_VERSION, StreamState, check_fingerprint
-from flame.data.streams import DataPlan
+from flame.data.streams import DataPlan, StreamReader
 from flame.data.tokenize import DocumentEncoder
 from flame.data.workers import SequencePool
 from flame.errors import UserError
@@ -69,6 +69,7 @@ class DataLoader:
         self.num_sequences = 0  # of all ranks, consumed
         self.turn = 0  # the stream that the next sequence comes from
         self.is_draining = False  # streams have ended; this rank makes the sequences of all that go on
+        self.knows_ends = False  # a stream that is not finished has a token left; sequences tell it from the first on
         self.own_streams = range(dp_rank, plan.num_streams, dp_size)
         self.states = {number: plan.start_state(number) for number in self.own_streams}
         self.pool: SequencePool | None = None
@@ -88,6 +89,7 @@ class DataLoader:
             if self.is_draining:
                 num_left = self._take_drained(start, end, sequences)
                 if start == self.num_sequences and num_left == end - start:
+                    self._check_not_empty()
                     raise StopIteration
                 break
             stop = min(end, start - start % self.plan.num_streams + self.plan.num_streams)
@@ -134,6 +136,8 @@ class DataLoader:
         self.close()
         self.num_sequences, self.turn = merged["num_sequences"], merged["turn"]
         self.is_draining = merged["is_draining"]
+        is_same = merged["max_epochs"] == self.plan.max_epochs and merged["fingerprint"] == self.fingerprint
+        self.knows_ends = is_same and self.num_sequences > 0
         numbers = range(self.plan.num_streams) if self.is_draining else self.own_streams
         self.states = {number: StreamState.from_list(merged["streams"][number]) for number in numbers}
 
@@ -201,11 +205,14 @@ class DataLoader:
 
     def _drain_when_a_stream_ends(self, start: int) -> None:
         """At the start of a round, find out whether any rank has a stream that ended; then take all streams over."""
-        if not self.plan.max_epochs or self.is_draining or start % self.plan.num_streams:
+        is_round = start % self.plan.num_streams == 0
+        if not self.plan.max_epochs or self.is_draining or (self.knows_ends and not is_round):
             return
-        has_ended = any(self.plan.is_finished(number, self.states[number]) for number in self.own_streams)
-        if not start and not has_ended:
-            has_ended = self.plan.has_empty_stream(self.own_streams)
+        own = {number: self.states[number] for number in self.own_streams}
+        has_ended = any(self.plan.is_finished(number, state) for number, state in own.items())
+        if not self.knows_ends and not has_ended:
+            has_ended = StreamReader(self.plan, list(own), list(own.values())).has_empty_stream()
+        self.knows_ends = True
         if any(self.gather(has_ended)):
             self.close()
             self.states = {number: state for part in self.gather(self.states) for number, state in part.items()}
@@ -230,6 +237,12 @@ class DataLoader:
             number += 1
         self.turn = self.pool.next_stream or 0
         return 0
+
+    def _check_not_empty(self) -> None:
+        """Raises UserError when the data has ended without a single sequence."""
+        if not self.num_sequences:
+            names = ", ".join(source.name for source in self.plan.sources)
+            raise UserError(f"--training.dataset {names}: no row holds any text")
 
     def _open_pool(self, numbers: list[int]) -> SequencePool:
         return SequencePool(

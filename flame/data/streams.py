@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,6 +28,7 @@ TOKENS_PER_BATCH = 65_536
 ROWS_PER_BATCH = 1_000
 MAX_GROWTH = 4
 FRUITLESS_PASSES = 20
+STREAMS_PER_LOOK = 64
 NO_END = 1 << 62
 
 
@@ -77,20 +78,6 @@ class DataPlan:
         order = self.orders[source]
         walk = ShardWalk if isinstance(order, ShardOrder) else RowWalk
         return walk(self.sources[source], order, cursors, ends)
-
-    def has_empty_stream(self, streams: Iterable[int]) -> bool:
-        """Whether one of ``streams``, none of which has begun, will turn out to have no document at all.
-
-        That happens when fewer rows than streams share a lane, which shows only in the shards themselves.
-        """
-        if any(order.num_lanes == self.num_streams for order in self.orders if isinstance(order, ShardOrder)):
-            return False
-        starts = {stream: self.start_state(stream).cursors for stream in streams}
-        walks = [
-            self.open_walk(source, {stream: cursors[source] for stream, cursors in starts.items()})
-            for source in self.mixture.drawn
-        ]
-        return any(not any(walk.available(stream, 1) for walk in walks) for stream in starts)
 
 
 @dataclass(eq=False)
@@ -151,6 +138,21 @@ class StreamReader:
                 yield sequence
                 if sequence.is_last:
                     self.streams.remove(stream)
+
+    def has_empty_stream(self) -> bool:
+        """Whether one of the streams has no token left; reads no more than it takes to know.
+
+        Rows without text, and shards without rows, show only when they are read.
+        """
+        for start in range(0, len(self.streams), STREAMS_PER_LOOK):
+            missing = self.streams[start : start + STREAMS_PER_LOOK]
+            while missing:
+                requests = [self._draw(stream, 1) for stream in missing]
+                if not all(request.items for request in requests):
+                    return True
+                self._read_batch(requests)
+                missing = [stream for stream in missing if not stream.buffer.num_tokens]
+        return False
 
     def _fill(self, stream: _Stream, num_tokens: int) -> bool:
         """Read ahead until the stream holds ``num_tokens``; False when its documents end before that."""
