@@ -145,21 +145,13 @@ class DataLoader:
         """Refuse positions that mean nothing here, whatever the fingerprint is allowed to differ in.
 
         Raises:
-            UserError: another number of datasets, or another end of streamed data.
+            UserError: another number of datasets.
         """
         num_sources = len(StreamState.from_list(merged["streams"][0]).cursors)
         if num_sources != len(self.plan.sources):
             raise UserError(
                 f"--training.dataset names {len(self.plan.sources)} datasets, the checkpoint's data state is of "
                 f"{num_sources}; give as many, or leave the state out: --checkpoint.exclude_from_loading dataloader"
-            )
-        is_streamed = any(isinstance(order, ShardOrder) for order in self.plan.orders)
-        if is_streamed and merged["max_epochs"] != self.plan.max_epochs:
-            # A stream that has had its passes no longer knows its place in the shard that it shared with others.
-            raise UserError(
-                f"--training.max_epochs {self.plan.max_epochs}: the checkpoint has {merged['max_epochs']}, and "
-                "streamed data cannot go on past another end; give that number, or start the data anew with "
-                "--checkpoint.exclude_from_loading dataloader"
             )
 
     def epochs(self) -> dict[str, float]:

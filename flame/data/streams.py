@@ -226,8 +226,8 @@ class StreamReader:
         """The state of a stream behind its last document; those that it has not used up have no tokens."""
         stream.buffer.finish_all()
         state = stream.buffer.state
-        for source in self.walks:
-            state.cursors[source] = self.plan.end_cursor(stream.number, source)
+        for source, walk in self.walks.items():
+            state.cursors[source] = walk.cursor(stream.number)
         return state
 
     def _read_batch(self, requests: list[_Request]) -> None:

@@ -1,13 +1,14 @@
 """The end of the data: training.max_epochs with streams that end at different times."""
 
 import json
+from collections import Counter
 
 import datasets
 import pytest
 
 from flame.errors import UserError
 
-from .corpus import make_loader, numbered_texts
+from .corpus import make_loader, numbered_texts, write_shards
 from .ranks import run_ranks, step_hashes
 
 LENGTHS = [5, 40, 1, 17, 3, 9, 90, 2, 11, 8] * 2 + [0, 0]
@@ -111,3 +112,16 @@ def test_a_resume_with_an_earlier_end_has_no_step_of_padding(corpus, before, sto
     assert all(any(batch.num_valid for batch in step) for step in expected)
     steps, _ = run_ranks(corpus, 3, state=state, batch_size=1)
     assert step_hashes(steps) == step_hashes(expected)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("ends", [(1, 2), (1, 3), (2, 3), (1, 2, 3)])
+@pytest.mark.parametrize("sizes", [[5, 40], [3, 0, 7, 1, 9], [1] * 14])
+def test_more_epochs_after_the_end_lose_and_double_no_row(tmp_path, sizes, ends, streaming):
+    corpus = write_shards(tmp_path / "shards", sizes, [2])
+    state, targets = None, []
+    for number, max_epochs in enumerate(ends):
+        options = {"max_epochs": max_epochs, "streaming": streaming, "shuffle": "none", "batch_size": 6 // (number + 1)}
+        steps, state = run_ranks(corpus, number + 1, state=state, **options)
+        targets += [target for step in steps for batch in step for target in batch.labels.flatten().tolist()]
+    assert Counter(targets) - Counter({-100: len(targets)}) == {2 * row + 1: ends[-1] for row in range(sum(sizes))}
