@@ -10,13 +10,14 @@ import torch
 
 from flame.data.batch import Batch, join_sequences
 from flame.data.fingerprint import plan_fingerprint
+from flame.data.mismatch import check_fingerprint, check_positions
 from flame.data.mixture import Mixture
 from flame.data.order import RowOrder
 from flame.data.pack import Sequence, StreamBuffer, pack_sequence
 from flame.data.shard_order import ShardOrder
 from flame.data.shards import ShardedSource
 from flame.data.sources import Source, open_sources
-from flame.data.state import STATE_VERSION, StreamState, check_fingerprint
+from flame.data.state import STATE_VERSION, StreamState
 from flame.data.streams import DataPlan, StreamReader
 from flame.data.tokenize import DocumentEncoder
 from flame.data.workers import SequencePool
@@ -107,6 +108,7 @@ class DataLoader:
             "turn": self.turn,
             "is_draining": self.is_draining,
             "max_epochs": self.plan.max_epochs,
+            "sources": self._source_names(),
             "fingerprint": self.fingerprint,
             "streams": {str(number): state.to_list() for number, state in self.states.items()},
         }
@@ -125,14 +127,9 @@ class DataLoader:
         """
         if merged["version"] != STATE_VERSION:
             raise UserError(f"the checkpoint's data state has version {merged['version']}, this one is {STATE_VERSION}")
-        if merged["num_streams"] != self.plan.num_streams:
-            raise UserError(
-                f"--training.num_streams {self.plan.num_streams}: the checkpoint's data order has "
-                f"{merged['num_streams']} streams; give that number"
-            )
+        check_positions(merged, self.plan, self._source_names())
         if not self.training.ignore_data_fingerprint:
-            check_fingerprint(merged["fingerprint"], self.fingerprint)
-        self._check_positions(merged)
+            check_fingerprint(merged["fingerprint"], self.fingerprint, merged["sources"], self._source_names())
         self.close()
         self.num_sequences, self.turn = merged["num_sequences"], merged["turn"]
         self.is_draining = merged["is_draining"]
@@ -140,19 +137,6 @@ class DataLoader:
         self.knows_ends = is_same and self.num_sequences > 0
         numbers = range(self.plan.num_streams) if self.is_draining else self.own_streams
         self.states = {number: StreamState.from_list(merged["streams"][number]) for number in numbers}
-
-    def _check_positions(self, merged: dict) -> None:
-        """Refuse positions that mean nothing here, whatever the fingerprint is allowed to differ in.
-
-        Raises:
-            UserError: another number of datasets.
-        """
-        num_sources = len(StreamState.from_list(merged["streams"][0]).cursors)
-        if num_sources != len(self.plan.sources):
-            raise UserError(
-                f"--training.dataset names {len(self.plan.sources)} datasets, the checkpoint's data state is of "
-                f"{num_sources}; give as many, or leave the state out: --checkpoint.exclude_from_loading dataloader"
-            )
 
     def epochs(self) -> dict[str, float]:
         """Passes over each source so far, judged by this rank's streams."""
@@ -176,6 +160,9 @@ class DataLoader:
         if self.pool is not None:
             self.pool.close()
             self.pool = None
+
+    def _source_names(self) -> list[str]:
+        return [source.name for source in self.plan.sources]
 
     def _own_states(self) -> list[StreamState]:
         return [self.states[number] for number in self.own_streams]
@@ -233,8 +220,7 @@ class DataLoader:
     def _check_not_empty(self) -> None:
         """Raises UserError when the data has ended without a single sequence."""
         if not self.num_sequences:
-            names = ", ".join(source.name for source in self.plan.sources)
-            raise UserError(f"--training.dataset {names}: no row holds any text")
+            raise UserError(f"--training.dataset {', '.join(self._source_names())}: no row holds any text")
 
     def _open_pool(self, numbers: list[int]) -> SequencePool:
         return SequencePool(
