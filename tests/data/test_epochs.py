@@ -75,11 +75,12 @@ def assert_no_padding_alone(steps, seq_len=8):
     assert all((row != -100).any() for row in labels)
 
 
-@pytest.mark.parametrize("options", [{"shuffle": "none"}, {"max_epochs": 3}, {"streaming": True, "num_workers": 2}])
+@pytest.mark.parametrize("options", [{"shuffle": "none"}, {"max_epochs": 3}, {"streaming": True}])
 def test_streams_whose_rows_are_all_empty_are_passed_over(tmp_path, options):
     corpus = write_rows(tmp_path / "rows.jsonl", SPARSE)
     expected, end = run_ranks(corpus, 1, **options)
     assert_no_padding_alone(expected)
+    assert step_hashes(run_ranks(corpus, 1, num_workers=2, **options)[0]) == step_hashes(expected)
     for dp_size in (2, 3, 4):
         steps, state = run_ranks(corpus, dp_size, **options)
         assert step_hashes(steps) == step_hashes(expected) and state["streams"] == end["streams"]
@@ -97,11 +98,12 @@ def test_lanes_whose_shards_have_no_text_are_passed_over(tmp_path):
     assert step_hashes(steps) == step_hashes(expected)
 
 
-@pytest.mark.parametrize("options", [{}, {"max_epochs": 50}, {"streaming": True}, {"num_workers": 2}])
-def test_data_without_any_text_is_an_error(tmp_path, options):
+@pytest.mark.parametrize("options", [{}, {"max_epochs": 50}, {"streaming": True}])
+@pytest.mark.parametrize("dp_size, num_workers", [(1, 2), (3, 0)])
+def test_data_without_any_text_is_an_error(tmp_path, options, dp_size, num_workers):
     corpus = write_rows(tmp_path / "rows.jsonl", [""] * 40)
     with pytest.raises(UserError, match="no row holds any text"):
-        run_ranks(corpus, 2, **options)
+        run_ranks(corpus, dp_size, num_workers=num_workers, **options)
 
 
 @pytest.mark.parametrize("before", [0, 3])
