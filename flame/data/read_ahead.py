@@ -74,7 +74,8 @@ class ReadAhead:
         batch = _Batch(requests, [], [])
         for source in np.unique(sources).tolist():
             places = np.flatnonzero(sources == source)
-            values, labels = self.walks[source].read([items[place] for place in places.tolist()])
+            own = items if len(places) == len(items) else [items[place] for place in places.tolist()]
+            values, labels = self.walks[source].read(own)
             job = (self.sources[source], values, labels, self.encoder, self.skip_bad_rows)
             batch.places.append(places)
             batch.parts.append(self.thread.submit(tokenize_values, *job))

@@ -109,13 +109,10 @@ class DatasetSource:
         if self.chunks is None:
             self._map_chunks()
         chunks, places = self.chunks, np.searchsorted(self.chunk_starts, rows, side="right") - 1
-        values = [
-            chunks[place][row]
-            for place, row in zip(places.tolist(), (rows - self.chunk_starts[places]).tolist(), strict=True)
-        ]
+        where = zip(places.tolist(), (rows - self.chunk_starts[places]).tolist(), strict=True)
         if self.is_tokenized:
-            return [token_ids(value) for value in values]
-        return [value.as_py() for value in values]
+            return [token_ids(chunks[place][row]) for place, row in where]
+        return [chunks[place][row].as_py() for place, row in where]
 
     def _map_chunks(self) -> None:
         """List the column's record batches: asking ``datasets`` for scattered rows costs several times as much."""

@@ -203,11 +203,10 @@ class StreamReader:
             sources = [mixture.choose_among(left, number, draw)]
         taken = {source: self.walks[source].take(number, sources.count(source)) for source in set(sources)}
         rows = {source: zip(*items_and_cursors, strict=True) for source, items_and_cursors in taken.items()}
-        for source in sources:
-            item, cursor = next(rows[source])
-            request.sources.append(source)
-            request.items.append(item)
-            request.cursors.append(cursor)
+        items, cursors = zip(*[next(rows[source]) for source in sources], strict=True)
+        request.sources += sources
+        request.items += items
+        request.cursors += cursors
         request.stream.draws += len(sources)
         return True
 
