@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import posixpath
 
 import numpy as np
 
@@ -57,9 +56,9 @@ def relative_names(files: list[str]) -> list[str]:
 
     What lies before it, such as the revision of a hub's dataset, may change while the files stay.
     """
-    paths = [file.replace(os.sep, "/") for file in files]
-    folder = posixpath.commonpath([posixpath.dirname(path) for path in paths]) if paths else ""
-    return [posixpath.relpath(path, folder) if folder else path for path in paths]
+    parts = [file.replace(os.sep, "/").split("/") for file in files]
+    num_shared = len(os.path.commonprefix([path[:-1] for path in parts]))
+    return ["/".join(path[num_shared:]) for path in parts]
 
 
 def _digest(values: list) -> str:

@@ -10,7 +10,7 @@ import torch
 
 from flame.data.batch import Batch, join_sequences
 from flame.data.fingerprint import plan_fingerprint
-from flame.data.mismatch import check_fingerprint, check_positions
+from flame.data.mismatch import START_ANEW, check_fingerprint, check_positions
 from flame.data.mixture import Mixture
 from flame.data.order import RowOrder
 from flame.data.pack import Sequence, StreamBuffer, pack_sequence
@@ -126,7 +126,9 @@ class DataLoader:
             UserError: the state belongs to other data, another tokenizer, seed or packing.
         """
         if merged["version"] != STATE_VERSION:
-            raise UserError(f"the checkpoint's data state has version {merged['version']}, this one is {STATE_VERSION}")
+            raise UserError(
+                f"the checkpoint's data state has version {merged['version']}, this one is {STATE_VERSION}; {START_ANEW}"
+            )
         check_positions(merged, self.plan, self._source_names())
         if not self.training.ignore_data_fingerprint:
             check_fingerprint(merged["fingerprint"], self.fingerprint, merged["sources"], self._source_names())

@@ -91,9 +91,9 @@ class ReadAhead:
         documents = [self.encoder.frame(part.result()) for part in batch.parts]
         return batch.requests, interleave(documents, batch.places)
 
-    def close(self) -> None:
-        """Drop what is on its way and let the thread end, without waiting for the batch that it has in hand."""
+    def close(self, wait: bool = False) -> None:
+        """Drop what is on its way and let the thread end; ``wait`` for the batch that it has in hand, or do not."""
         self.batches.clear()
         if self.thread is not None:
-            self.thread.shutdown(wait=False, cancel_futures=True)
+            self.thread.shutdown(wait=wait, cancel_futures=True)
             self.thread = None

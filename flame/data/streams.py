@@ -125,20 +125,26 @@ class StreamReader:
             self.ahead.close()
 
     def has_empty_stream(self) -> bool:
-        """Whether one of the streams has no token left; reads no more than it takes to know.
+        """Whether one of the streams has no token left; reads no more than it takes to know, and ends the reader.
 
         Rows without text, and shards without rows, show only when they are read.
         """
-        for start in range(0, len(self.streams), STREAMS_PER_LOOK):
-            missing = self.streams[start : start + STREAMS_PER_LOOK]
-            while missing:
-                requests = [self._draw(stream, 1) for stream in missing]
-                if not all(request.items for request in requests):
-                    return True
-                self.ahead.begin(requests)
-                self._receive_batch()
-                missing = [stream for stream in missing if not stream.buffer.num_tokens]
-        return False
+        starts = range(0, len(self.streams), STREAMS_PER_LOOK)
+        try:
+            return not all(self._have_tokens(self.streams[start : start + STREAMS_PER_LOOK]) for start in starts)
+        finally:
+            self.ahead.close(wait=True)  # processes are going to be forked from this one
+
+    def _have_tokens(self, streams: list[_Stream]) -> bool:
+        """Whether each of the streams comes to a token before its end."""
+        while streams:
+            requests = [self._draw(stream, 1) for stream in streams]
+            if not all(request.items for request in requests):
+                return False
+            self.ahead.begin(requests)
+            self._receive_batch()
+            streams = [stream for stream in streams if not stream.buffer.num_tokens]
+        return True
 
     def _next_sequence(self, stream: _Stream) -> Sequence:
         plan = self.plan
@@ -247,4 +253,10 @@ class StreamReader:
             self.fruitful_passes = num_passes
         elif num_passes > self.fruitful_passes + FRUITLESS_PASSES:
             names = ", ".join(source.name for source in self.plan.sources)
-            raise UserError(f"--training.dataset {names}: no row holds any text")
+            if not self.num_tokens:
+                raise UserError(f"--training.dataset {names}: no row holds any text")
+            raise UserError(
+                f"--training.dataset {names}: one of the {self.plan.num_streams} streams meets rows without text only, "
+                "as can be when --training.shuffle is none and the rows are few, since each stream then meets the same "
+                "ones in every epoch; leave out the empty rows, shuffle, or give another --training.num_streams"
+            )
