@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from itertools import takewhile
 
 import numpy as np
 
@@ -57,7 +58,8 @@ def relative_names(files: list[str]) -> list[str]:
     What lies before it, such as the revision of a hub's dataset, may change while the files stay.
     """
     parts = [file.replace(os.sep, "/").split("/") for file in files]
-    num_shared = len(os.path.commonprefix([path[:-1] for path in parts]))
+    levels = zip(*[path[:-1] for path in parts], strict=False)
+    num_shared = len(list(takewhile(lambda names: len(set(names)) == 1, levels)))
     return ["/".join(path[num_shared:]) for path in parts]
 
 

@@ -127,7 +127,7 @@ class DataLoader:
         """
         if merged["version"] != STATE_VERSION:
             raise UserError(
-                f"the checkpoint's data state has version {merged['version']}, this one is {STATE_VERSION}; {START_ANEW}"
+                f"the checkpoint's data state has version {merged['version']}, not {STATE_VERSION}; {START_ANEW}"
             )
         check_positions(merged, self.plan, self._source_names())
         if not self.training.ignore_data_fingerprint:
