@@ -47,10 +47,11 @@ def reshard(arguments: argparse.Namespace) -> str:
     Raises:
         UserError: the dataset, the number of shards or the output folder cannot be used.
     """
-    from flame.utils.input_files import describe_input
+    from flame.utils.input_files import check_apart, describe_input
     from flame.utils.parts import PartialFolder, split_rows, write_parts
 
     spec = source_spec(arguments, "data")
+    check_apart(spec, arguments.output, "--output")
     dataset = open_dataset(spec)
     num_rows, num_shards = len(dataset), arguments.num_shards
     if not 1 <= num_shards <= num_rows:

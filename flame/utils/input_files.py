@@ -6,6 +6,19 @@ import hashlib
 from datetime import datetime
 from pathlib import Path
 
+from flame.errors import UserError
+
+
+def check_apart(spec, output: Path, flag: str) -> None:
+    """Refuse to write into the folder that is read, whose files the next run would take for input.
+
+    Raises:
+        UserError: ``output``, which the option ``flag`` names, lies there.
+    """
+    folder = Path(spec.dataset).expanduser()
+    if folder.is_dir() and output.expanduser().resolve().is_relative_to(folder.resolve()):
+        raise UserError(f"{flag} {output}: it lies in the input folder {folder}; give one outside of it")
+
 
 def describe_input(spec, dataset) -> dict[str, str]:
     """Plain data that changes when the input does: of files their sizes and when they were changed.

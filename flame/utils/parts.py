@@ -95,22 +95,25 @@ class PartialFolder:
         if not path.is_file():
             return []
         found = json.loads(path.read_text(encoding="utf-8"))
-        return list(describe_changes(found, self.settings))
+        changes = list(describe_changes(found, self.settings))
+        more = [f"and {len(changes) - MAX_CHANGES} more"] if len(changes) > MAX_CHANGES else []
+        return changes[:MAX_CHANGES] + more
 
 
 def describe_changes(before: dict, now: dict) -> Iterator[str]:
-    """What differs between two plain dicts, by the path of keys; of a dict with many changes only the first."""
-    changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-    for key in changed[:MAX_CHANGES]:
+    """What differs between two plain dicts, by the path of keys, in the order of ``now``."""
+    for key in [*now, *(key for key in before if key not in now)]:
         old, new = before.get(key), now.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
             yield from (f"{key} {change}" for change in describe_changes(old, new))
         elif key not in before or key not in now:
             yield f"{key} is {'new' if key not in before else 'gone'}"
-        else:
-            yield f"{key}: {old} then, {new} now"
-    if len(changed) > MAX_CHANGES:
-        yield f"and {len(changed) - MAX_CHANGES} more"
+        elif old != new:
+            yield f"{key} differs" if _is_digest(old) else f"{key}: {old} then, {new} now"
+
+
+def _is_digest(value) -> bool:
+    return isinstance(value, str) and len(value) == 32 and value.isalnum()
 
 
 @contextmanager

@@ -120,7 +120,14 @@ def test_an_input_that_changed_since_is_noticed(script, tmp_path, capsys, kind):
     assert script.main(arguments) == 2
     message = capsys.readouterr().err
     assert "delete it, or give another folder" in message
-    assert "input " in message and ("1.jsonl: " in message or kind == "saved")
+    assert "(input " in message and ("(input 1.jsonl: " in message or kind == "saved")
+
+
+def test_the_output_does_not_become_input(script, tmp_path, capsys):
+    write_jsonl(tmp_path / "rows.jsonl", ["a"])
+    arguments = ["--data", str(tmp_path), "--output", str(tmp_path / "out"), "--num_shards", "1", "--quiet"]
+    assert script.main(arguments) == 2
+    assert "lies in the input folder" in capsys.readouterr().err
 
 
 def write_jsonl(path, texts: list[str]) -> None:
