@@ -1,4 +1,4 @@
-"""The one error type for faults that a user can mend."""
+"""Errors whose message says it all, shown without a traceback: faults that a user can mend, and deaths of workers."""
 
 from __future__ import annotations
 
@@ -18,3 +18,7 @@ class ConfigError(UserError):
     def __init__(self, faults: list[str]):
         self.faults = list(faults)
         super().__init__("\n".join(self.faults))
+
+
+class WorkerDied(RuntimeError):
+    """A data worker was killed, mostly by the system for want of memory; the message says which and what helps."""

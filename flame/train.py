@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-import time
 
 import torch
 
@@ -16,7 +15,7 @@ from flame.cli.parse import main as print_help_or_check
 from flame.cli.parse import parse_args, wants_help
 from flame.config import JobConfig
 from flame.data.batch import Batch
-from flame.errors import ConfigError, UserError
+from flame.errors import ConfigError, UserError, WorkerDied
 from flame.launch import exit_codes
 from flame.parallel.clip import clip_gradients
 from flame.parallel.distributed import set_timeout, shutdown
@@ -45,6 +44,9 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
     except UserError as error:
         logger.error("%s", error)
+    except WorkerDied as error:
+        logger.error("%s", error)
+        return exit_codes.CRASH
     except KeyboardInterrupt:
         logger.error("interrupted before a checkpoint could be saved")
         return exit_codes.KILLED + signal.SIGINT
@@ -73,18 +75,18 @@ def train_loop(run: Run) -> bool:
     """Train from the run's current step to its last; False when the run was asked to stop before."""
     training = run.config.training
     while run.step < training.steps:
-        waited_from = time.perf_counter()
         batches = run.next_batches()
         if batches is None:
             logger.info("training.max_epochs = %d reached after step %d", training.max_epochs, run.step)
             break
-        data_time = time.perf_counter() - waited_from
 
         run.step += 1
         run.lr = run.config.optimizer.lr * lr_factor(run.step, training.steps, run.config.lr_scheduler)
         set_lr(run.optimizer, run.lr)
         seed_step(training.seed, run.step, run.dist.rank)
-        train_step(run, batches, data_time)
+        train_step(run, batches)
+        if run.step < training.steps:
+            run.data.prefetch()  # while the device computes
 
         if run.is_first_step:
             run.log_first_step()
@@ -105,7 +107,7 @@ def train_loop(run: Run) -> bool:
     return True
 
 
-def train_step(run: Run, batches: list[Batch], data_time: float) -> None:
+def train_step(run: Run, batches: list[Batch]) -> None:
     """One update: forward and backward over the micro-batches, clip, step.
 
     The loss is the sum over the global batch's valid targets divided by their number, whatever the layout: each rank's
@@ -136,7 +138,7 @@ def train_step(run: Run, batches: list[Batch], data_time: float) -> None:
         num_tokens=sum(batch.input_ids.numel() for batch in batches) * dist.world_size,
         skipped=bad,
         max_loss=max_loss,
-        data_time=data_time,
+        data_time=run.data.take_wait_time(),
         flops=run.flops.step(batches),
     )
 

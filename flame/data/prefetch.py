@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 import torch
 
@@ -12,8 +13,11 @@ from flame.data.loader import DataLoader
 
 @dataclass
 class _Step:
-    batches: list[Batch] | None  # None behind the last step of training.max_epochs
-    behind: DataLoader  # the loader's position once the step is consumed
+    """A step that was fetched: its batches, or why there are none."""
+
+    batches: list[Batch] = field(default_factory=list)
+    behind: DataLoader | None = None  # the loader's position once the step is consumed
+    fault: Exception | None = None  # StopIteration behind the last step of training.max_epochs
 
 
 class DevicePrefetcher:
@@ -21,7 +25,8 @@ class DevicePrefetcher:
 
     ``prefetch`` is to be called once the device has been given its work, by all ranks at the same steps: what it waits
     for then costs no time. On CUDA it also starts the copies, from page-locked memory on a stream of their own;
-    ``Batch.to`` then gives the copy, and the device waits for it, not the host.
+    ``Batch.to`` then gives the copy, and the device waits for it, not the host. A fault met ahead is raised when its
+    step is asked for, so that the steps before it are finished as they should.
 
     Args:
         loader: this rank's batches.
@@ -34,18 +39,32 @@ class DevicePrefetcher:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.consumed = loader
         self.ahead: _Step | None = None
+        self.wait_time = 0.0  # seconds since take_wait_time
 
     def next_step(self) -> list[Batch]:
         """As ``DataLoader.next_step``: batches on the CPU, whose copies may be on their way."""
+        started = time.perf_counter()
         step, self.ahead = self.ahead or self._fetch(), None
+        self.wait_time += time.perf_counter() - started
         self.consumed = step.behind
-        if step.batches is None:
-            raise StopIteration
+        if step.fault is not None:
+            raise step.fault
         return step.batches
 
     def prefetch(self) -> None:
         """Fetch the next step, unless it is at hand already."""
-        self.ahead = self.ahead or self._fetch()
+        if self.ahead is not None:
+            return
+        work = None if self.stream is None else torch.cuda.current_stream(self.device).record_event()
+        started = time.perf_counter()
+        self.ahead = self._fetch()
+        if work is None or work.query():  # the device ran out of work, at some moment that the host cannot know
+            self.wait_time += time.perf_counter() - started
+
+    def take_wait_time(self) -> float:
+        """Seconds for which the device may have waited for data since the last call; never too few."""
+        wait_time, self.wait_time = self.wait_time, 0.0
+        return wait_time
 
     def state_dict(self) -> dict:
         """The state behind the last step that ``next_step`` gave."""
@@ -65,6 +84,10 @@ class DevicePrefetcher:
         """Bad rows left out up to the last step that ``next_step`` gave."""
         return self.consumed.num_skipped_rows
 
+    def dead_workers(self) -> str:
+        """As ``DataLoader.dead_workers``."""
+        return self.loader.dead_workers()
+
     def close(self) -> None:
         """End the workers."""
         self.loader.close()
@@ -72,8 +95,8 @@ class DevicePrefetcher:
     def _fetch(self) -> _Step:
         try:
             batches = self.loader.next_step()
-        except StopIteration:
-            return _Step(None, self.loader.snapshot())
+        except Exception as fault:  # StopIteration among them
+            return _Step(behind=self.loader.snapshot(), fault=fault)
         if self.stream is not None:
             batches = [self._start_copy(batch) for batch in batches]
         return _Step(batches, self.loader.snapshot())

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from flame.data.pack import Sequence
 from flame.data.state import StreamState
 from flame.data.streams import DataPlan, StreamReader
-from flame.errors import UserError
+from flame.errors import UserError, WorkerDied
 
 
 @dataclass
@@ -84,7 +84,7 @@ class SequencePool:
 
         Raises:
             UserError: a row is bad.
-            RuntimeError: a worker died.
+            WorkerDied: a worker was killed.
         """
         number, maker = self.round[0]
         sequence = self._receive(maker)
@@ -99,14 +99,20 @@ class SequencePool:
         try:
             return next(self.makers[maker])
         except RuntimeError as error:
-            dead = [worker for worker in self.workers if worker.exitcode]
-            if not dead:
+            death = self.dead_workers()
+            if not death:
                 raise
-            codes = ", ".join(f"process {worker.pid}: exit code {worker.exitcode}" for worker in dead)
-            raise RuntimeError(
-                f"a data worker died ({codes}; -9 is mostly the system running out of memory: use fewer "
-                "--training.num_workers, or a smaller --training.prefetch_factor)"
-            ) from error
+            raise WorkerDied(death) from error
+
+    def dead_workers(self) -> str:
+        """What became of workers that died, and what helps; empty when none has."""
+        codes = [f"process {worker.pid}: exit code {worker.exitcode}" for worker in self.workers if worker.exitcode]
+        if not codes:
+            return ""
+        return (
+            f"a data worker died ({', '.join(codes)}; -9 is mostly the system running out of memory: use fewer "
+            "--training.num_workers, or a smaller --training.prefetch_factor)"
+        )
 
     def close(self) -> None:
         """End the workers, by force where one hangs: they ignore the signal that a ``DataLoader`` would send."""

@@ -18,6 +18,7 @@ from flame.cli.job_file import to_toml
 from flame.config import JobConfig
 from flame.data.loader import build_dataloader
 from flame.data.loading import local_leader_first
+from flame.data.prefetch import DevicePrefetcher
 from flame.data.tokenize import load_tokenizer
 from flame.errors import UserError
 from flame.launch.layout import check_degrees
@@ -84,7 +85,8 @@ def _build_locked(config: JobConfig, dist: Distributed, lock: RunFolderLock | No
         check_same_model(Path(config.job.dump_folder), model_config)
     check_finish(config, model_config, tokenizer)
     prepare = local_leader_first(dist.is_local_main, dist.long_barrier)
-    data = build_dataloader(config, tokenizer, dist.rank, dist.world_size, prepare, dist.gather)
+    loader = build_dataloader(config, tokenizer, dist.rank, dist.world_size, prepare, dist.gather)
+    data = DevicePrefetcher(loader, dist.device)
     built = build_model(model_config, config.model.trust_remote_code)
     check_positions(built.model, document_len(config))
     flops = FlopCounter(built.model)

@@ -12,7 +12,7 @@ from flame.checkpoint.initial import load_initial
 from flame.checkpoint.manager import CheckpointManager
 from flame.checkpoint.names import create_optimizer_state, model_tensors, optimizer_tensors, tied_names
 from flame.config import Checkpoint, JobConfig
-from flame.data.loader import DataLoader
+from flame.data.prefetch import DevicePrefetcher
 from flame.parallel.distributed import Distributed
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ def restore(
     step: int | None,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    data: DataLoader,
+    data: DevicePrefetcher,
     checkpoints: CheckpointManager | None,
     dist: Distributed,
 ) -> tuple[int, dict[str, Any]]:

@@ -18,9 +18,9 @@ from flame.checkpoint.manager import CheckpointManager
 from flame.checkpoint.names import model_tensors, optimizer_tensors
 from flame.config import JobConfig
 from flame.data.batch import Batch, combine_digests
-from flame.data.loader import DataLoader
+from flame.data.prefetch import DevicePrefetcher
 from flame.data.state import merge_state_dicts
-from flame.errors import UserError
+from flame.errors import UserError, WorkerDied
 from flame.metrics.logger import MetricLogger
 from flame.metrics.meter import StepMeter
 from flame.models.flops import FlopCounter
@@ -51,7 +51,7 @@ class Run:
     model_config: PretrainedConfig
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    data: DataLoader
+    data: DevicePrefetcher
     flops: FlopCounter
     checkpoints: CheckpointManager | None
     metrics: MetricLogger
@@ -185,7 +185,13 @@ class Run:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Stop workers and writers."""
+        """Stop workers and writers.
+
+        Raises:
+            WorkerDied: a data worker was killed, which torch reports by a RuntimeError in whatever runs at that moment.
+        """
+        error = exception[1]
+        death = self.data.dead_workers() if isinstance(error, RuntimeError) else ""
         self.stop_request.__exit__(*exception)
         self.profiler.__exit__(*exception)
         self.data.close()
@@ -193,3 +199,5 @@ class Run:
         self.gc.close()
         if self.lock is not None:
             self.lock.release()
+        if death:
+            raise WorkerDied(death) from error

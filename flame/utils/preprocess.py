@@ -59,16 +59,20 @@ def preprocess(arguments: argparse.Namespace) -> str:
     from flame.data.fingerprint import source_fingerprint
     from flame.data.sources import open_source
     from flame.data.tokenize import DocumentEncoder, load_tokenizer
+    from flame.utils.input_files import check_apart, describe_input
     from flame.utils.parts import PartialFolder, split_rows, write_parts
 
     tokenizer = load_tokenizer(arguments.tokenizer, arguments.trust_remote_code)
     encoder = DocumentEncoder(tokenizer, arguments.add_bos, arguments.add_eos)
-    source = open_source(source_spec(arguments, "dataset"), arguments.text_column)
+    spec = source_spec(arguments, "dataset")
+    check_apart(spec, arguments.path, "--path")
+    source = open_source(spec, arguments.text_column)
     if source.is_tokenized:
         raise UserError(
             f"--dataset {source.name}: column {source.column} holds token ids already; train on it directly"
         )
     settings = {
+        "input": describe_input(spec, getattr(source, "dataset", None)),
         "rows": source_fingerprint(source),
         "tokenizer": encoder.fingerprint(),
         "on_bad_row": arguments.on_bad_row,

@@ -6,6 +6,7 @@ import torch
 
 from flame.data.prefetch import DevicePrefetcher
 from flame.data.state import merge_state_dicts
+from flame.errors import UserError
 
 from .corpus import make_loader, numbered_texts
 
@@ -48,6 +49,35 @@ def test_the_end_of_the_data_comes_when_it_is_reached(corpus):
         loader.prefetch()
     with pytest.raises(StopIteration):
         loader.next_step()
+
+
+def test_a_fault_met_ahead_is_raised_when_its_step_is_asked_for(tmp_path):
+    texts = [*numbered_texts([40] * 10), None, *numbered_texts([40] * 9)]
+    datasets.Dataset.from_dict({"text": texts}).save_to_disk(tmp_path / "corpus")
+    options = dict(num_streams=2, shuffle="none", batch_size=2)
+    plain = make_loader(str(tmp_path / "corpus"), **options)
+    ahead = DevicePrefetcher(make_loader(str(tmp_path / "corpus"), **options), torch.device("cpu"))
+    num_steps = 0
+    with pytest.raises(UserError, match="row 10"):
+        while True:
+            plain.next_step()
+            num_steps += 1
+    assert num_steps
+    for _ in range(num_steps):
+        ahead.next_step()
+        ahead.prefetch()
+    with pytest.raises(UserError, match="row 10"):
+        ahead.next_step()
+
+
+def test_the_time_of_fetching_is_counted_once(corpus):
+    loader = DevicePrefetcher(make_loader(corpus), torch.device("cpu"))
+    loader.next_step()
+    assert loader.take_wait_time() > 0 and loader.take_wait_time() == 0
+    loader.prefetch()
+    ahead = loader.take_wait_time()
+    loader.next_step()
+    assert ahead > loader.take_wait_time()  # the step was at hand
 
 
 @pytest.mark.gpu

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
 import tomllib
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
@@ -169,13 +171,48 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path):
         assert killed.series(key) == whole.series(key)
 
 
-def start(job: Job, num_processes: int) -> subprocess.Popen:
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")
+def test_a_killed_data_worker_ends_all_ranks_and_says_so(tmp_path):
+    job = Job(tmp_path, {"training.num_workers": "1", "training.steps": "100000", "checkpoint.interval": "100000"})
+    with (tmp_path / "console").open("w") as console:
+        process = start(job, 2, console)
+        wait_until(lambda: (job.folder / "metrics.jsonl").exists() and len(job.rows()) > 2, process)
+        workers = data_workers(process.pid)
+        assert len(workers) == 2
+        os.kill(workers[0], signal.SIGKILL)
+        assert process.wait(60) == exit_codes.CRASH
+    text = (tmp_path / "console").read_text()
+    assert f"a data worker died (process {workers[0]}: exit code -9;" in text and "--training.num_workers" in text
+    assert "DataLoader worker" not in text  # torch's own report, which comes with a traceback
+    deadline = time.monotonic() + 10  # torch's workers look every five seconds whether their parent is there
+    while any(Path(f"/proc/{worker}").exists() for worker in workers):
+        assert time.monotonic() < deadline, "a worker is left behind"
+        time.sleep(0.05)
+
+
+def data_workers(root: int) -> list[int]:
+    """Descendants of a process that were forked and run their parent's program on."""
+    parents, programs = {}, {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            programs[int(entry.name)] = (entry / "cmdline").read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has ended
+
+    def descends(process: int) -> bool:
+        return process == root or (process in parents and descends(parents[process]))
+
+    return [each for each in parents if descends(each) and programs[each] == programs.get(parents[each])]
+
+
+def start(job: Job, num_processes: int, console=subprocess.DEVNULL) -> subprocess.Popen:
     """``bash train.sh`` in the background."""
     return subprocess.Popen(
         ["bash", str(ROOT / "train.sh"), *job.argv],
         env=user_environment(NGPU=str(num_processes)),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stdout=console,
+        stderr=subprocess.STDOUT,
     )
 
 
