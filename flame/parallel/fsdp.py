@@ -45,6 +45,11 @@ def shard_model(
     fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
 
 
+def num_sharded_blocks(model: nn.Module) -> int:
+    """How many of the model's modules are units of their own, beside the root."""
+    return sum(isinstance(module, FSDPModule) for module in model.modules() if module is not model)
+
+
 def reshard(model: nn.Module) -> None:
     """Give every unit its sharded parameters back.
 

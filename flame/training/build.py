@@ -34,7 +34,7 @@ from flame.models.flops import FlopCounter, num_parameters
 from flame.models.loss import attach_training_forward, is_fla_model
 from flame.models.proofs import check_causal, check_varlen_support, no_weight_zero
 from flame.parallel.distributed import Distributed, init_distributed
-from flame.parallel.fsdp import reshard, shard_model
+from flame.parallel.fsdp import num_sharded_blocks, reshard, shard_model
 from flame.training.finish import check_finish
 from flame.training.lock import RunFolderLock
 from flame.training.optimizer import build_optimizer
@@ -138,19 +138,14 @@ def shard_and_initialise(config: JobConfig, built: BuiltModel, dist: Distributed
     """Shard the meta model, give it memory on this rank's device and set every weight and buffer."""
     training = config.training
     model = attach_training_forward(built.model)
-    blocks = find_blocks(model)
-    units = independent_blocks(model, blocks)
     shard_model(
         model,
-        units,
+        independent_blocks(model, find_blocks(model)),
         dist.mesh,
         param_dtype=compute_dtype(training.mixed_precision_param, dist.device),
         reduce_dtype=training.mixed_precision_reduce,
         reshard_after_forward=training.fsdp_reshard_after_forward,
     )
-    logger.info("FSDP: %d blocks, each a unit of its own, sharded over %d", len(units), dist.world_size)
-    if len(units) < len(blocks):
-        logger.info("FSDP: %d more blocks share weights and stay gathered with the rest", len(blocks) - len(units))
     model.to_empty(device=dist.device)
     init_weights(model, built.recipe, training.seed, built.tied)
     if config.model.print_after_conversion:
@@ -222,6 +217,10 @@ def describe_job(config: JobConfig, built: BuiltModel, backend: str, dist: Distr
         dist.world_size,
         dist.device.type,
     )
+    num_blocks, num_units = len(find_blocks(built.model)), num_sharded_blocks(built.model)
+    logger.info("FSDP: %d blocks, each a unit of its own, sharded over %d", num_units, dist.world_size)
+    if num_units < num_blocks:
+        logger.info("FSDP: %d more blocks share weights and stay gathered with the rest", num_blocks - num_units)
     tokens = tokens_per_step(config, dist.world_size)
     num_left = max(training.steps - step, 0)
     logger.info("%d steps to go, of %s tokens each: %s tokens", num_left, f"{tokens:,}", f"{num_left * tokens:,}")
