@@ -15,6 +15,7 @@ after which the u_j count as values beside the v_j, with the b_j as their keys.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,14 +66,11 @@ def chunk_dplr_delta_rule(
         raise UserError("the reference backend does not have context parallelism for the generalised delta rule")
     dtype, out_dtype = compute_dtype(q, k, v, a, b, gk), q.dtype
     layout = ChunkLayout.build(document_lengths(*q.shape[:2], cu_seqlens), q.device, chunk_size or 64)
-
-    def to_chunks(x: Tensor) -> Tensor:  # [B, T, H, D] -> [num_chunks, H, C, D]
-        return layout.pad(x.to(dtype).flatten(0, 1)).transpose(1, 2)
-
+    to_chunks = partial(layout.to_chunks, dtype=dtype)
     q_chunks = to_chunks(q) * (k.shape[-1] ** -0.5 if scale is None else scale)
     state = initial_states(initial_state, layout, (k.shape[2], k.shape[3], v.shape[3]), False, like=q_chunks)
     o, finished = _scan_chunks(q_chunks, *map(to_chunks, (k, v, a, b, gk)), state, layout.active)
-    o = layout.unpad(o.transpose(1, 2)).view_as(v).to(out_dtype)
+    o = layout.from_chunks(o, like=v).to(out_dtype)
     return o, final_states(finished, layout, False) if output_final_state else None
 
 

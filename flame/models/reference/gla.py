@@ -14,6 +14,7 @@ split in the same way, onto v_j and o_i.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -95,9 +96,7 @@ def _gated_linear_attention(
 ) -> tuple[Tensor, Tensor | None]:
     dtype, out_dtype = compute_dtype(q, k, v, gk, gv), q.dtype
     layout = ChunkLayout.build(document_lengths(*q.shape[:2], cu_seqlens), q.device, chunk_size)
-
-    def to_chunks(x: Tensor) -> Tensor:  # [B, T, H, D] -> [num_chunks, H, C, D]
-        return layout.pad(x.to(dtype).flatten(0, 1)).transpose(1, 2)
+    to_chunks = partial(layout.to_chunks, dtype=dtype)
 
     def decays(g: Tensor | None) -> Decays | None:
         return None if g is None else Decays(to_chunks(g))
@@ -105,7 +104,7 @@ def _gated_linear_attention(
     q_chunks = to_chunks(q) * (k.shape[-1] ** -0.5 if scale is None else scale)
     state = initial_states(initial_state, layout, (k.shape[2], k.shape[3], v.shape[3]), state_v_first, like=q_chunks)
     o, finished = _attend(q_chunks, to_chunks(k), to_chunks(v), decays(gk), decays(gv), state, layout.active)
-    o = layout.unpad(o.transpose(1, 2)).view_as(v).to(out_dtype)
+    o = layout.from_chunks(o, like=v).to(out_dtype)
     return o, final_states(finished, layout, state_v_first) if output_final_state else None
 
 

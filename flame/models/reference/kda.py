@@ -12,6 +12,7 @@ the whole chunk and are built from blocks, as in gla.py.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,17 +85,12 @@ def chunk_kda(
     if use_qk_l2norm_in_kernel:
         q, k = l2norm(q.to(dtype)), l2norm(k.to(dtype))
     layout = ChunkLayout.build(document_lengths(*q.shape[:2], cu_seqlens), q.device, chunk_size)
-    num_groups = v.shape[2] // k.shape[2]
-
-    def to_chunks(x: Tensor) -> Tensor:  # [B, T, H or HV, ...] -> [num_chunks, HV, C, ...]
-        x = layout.pad(x.to(dtype).flatten(0, 1)).transpose(1, 2)
-        return x if x.shape[1] == v.shape[2] else x.repeat_interleave(num_groups, dim=1)
-
+    to_chunks = partial(layout.to_chunks, dtype=dtype, num_heads=v.shape[2])
     q_chunks = to_chunks(q) * (k.shape[-1] ** -0.5 if scale is None else scale)
     state = initial_states(initial_state, layout, (v.shape[2], k.shape[3], v.shape[3]), state_v_first, like=q_chunks)
     decays = Decays(to_chunks(g))
     o, finished = _attend(q_chunks, to_chunks(k), to_chunks(v), decays, to_chunks(beta), state, layout.active)
-    o = layout.unpad(o.transpose(1, 2)).view_as(v).to(out_dtype)
+    o = layout.from_chunks(o, like=v).to(out_dtype)
     return o, final_states(finished, layout, state_v_first) if output_final_state else None
 
 

@@ -88,6 +88,15 @@ class ChunkLayout:
         x = x.reshape(self.num_chunks * self.chunk_size, *x.shape[2:])
         return x if self.slots is None else _Gather.apply(x, self.slots)
 
+    def to_chunks(self, x: Tensor, dtype: torch.dtype, num_heads: int | None = None) -> Tensor:
+        """[B, T, H, ...] -> [num_chunks, num_heads, C, ...] in `dtype`; heads repeat for those that share them."""
+        x = self.pad(x.to(dtype).flatten(0, 1)).transpose(1, 2)
+        return x if num_heads in (None, x.shape[1]) else x.repeat_interleave(num_heads // x.shape[1], dim=1)
+
+    def from_chunks(self, x: Tensor, like: Tensor) -> Tensor:
+        """[num_chunks, H, C, V] -> [B, T, H, V], the shape of `like`."""
+        return self.unpad(x.transpose(1, 2)).view_as(like)
+
 
 class _Scatter(torch.autograd.Function):
     """Rows [T, ...] to distinct rows of a zero [num_rows, ...].

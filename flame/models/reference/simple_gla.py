@@ -10,12 +10,11 @@ Sources: the scalar gate of Mamba-2 (arXiv:2405.21060) and, with a constant deca
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from flame.errors import UserError
 from flame.models.reference.packing import (
     ChunkLayout,
     compute_dtype,
@@ -59,38 +58,12 @@ def chunk_simple_gla(
     if g_gamma is not None:
         log_decay = log_decay + g_gamma.to(dtype)
     layout = ChunkLayout.build(document_lengths(*q.shape[:2], cu_seqlens), q.device, chunk_size or 64)
-
-    def to_chunks(x: Tensor) -> Tensor:  # [B, T, H, ...] -> [num_chunks, H, C, ...]
-        return layout.pad(x.to(dtype).flatten(0, 1)).transpose(1, 2)
-
+    to_chunks = partial(layout.to_chunks, dtype=dtype)
     q_chunks = to_chunks(q) * (k.shape[-1] ** -0.5 if scale is None else scale)
     state = initial_states(initial_state, layout, (k.shape[2], k.shape[3], v.shape[3]), state_v_first, like=q_chunks)
     o, finished = _attend(q_chunks, *map(to_chunks, (k, v, log_decay)), state, layout.active)
-    o = layout.unpad(o.transpose(1, 2)).view_as(v).to(q.dtype)
+    o = layout.from_chunks(o, like=v).to(q.dtype)
     return o, final_states(finished, layout, state_v_first) if output_final_state else None
-
-
-def fused_recurrent_simple_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    g_gamma: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    reverse: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    **options: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """`chunk_simple_gla` behind the signature of FLA's recurrent kernel."""
-    if reverse or options:
-        raise UserError("the reference backend has linear attention with scalar decays forward in time only")
-    return chunk_simple_gla(q, k, v, g, g_gamma, scale, initial_state, output_final_state, state_v_first, cu_seqlens)
-
-
-fused_chunk_simple_gla = chunk_simple_gla
 
 
 def _attend(
