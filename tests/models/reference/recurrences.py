@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -126,3 +127,44 @@ def assert_same_with_gradients(
     for name in inputs:
         assert torch.isfinite(low[name].grad).all(), name
         assert relative_error(low[name].grad, high[name].grad) <= tolerance, f"gradient of {name}"
+
+
+def decode(
+    step: Callable[[dict[str, Tensor], Any], tuple[Tensor, Any]], tokens: dict[str, Tensor], state: Any = None
+) -> tuple[Tensor, Any]:
+    """Outputs [B, T, ...] and the last state of `step(token, state)` for one token [B, 1, ...] after the other."""
+    outputs = []
+    for t in range(next(iter(tokens.values())).shape[1]):
+        output, state = step({name: x[:, t : t + 1] for name, x in tokens.items()}, state)
+        outputs.append(output)
+    return torch.cat(outputs, dim=1), state
+
+
+def assert_nan_stays_in_its_document(
+    run: Callable[..., tuple[Tensor, ...]],
+    inputs: dict[str, Tensor],
+    tokens: Iterable[str],
+    bounds: tuple[int, ...] = CU_SEQLENS,
+    document: int = 3,
+) -> None:
+    """NaN in one document leaves outputs, final states and gradients of the others equal in every bit.
+
+    Args:
+        run: float32 inputs by name -> outputs [T, ...] of a packed row, and final states [N, ...].
+        tokens: names of the inputs [T, ...], which get the NaN.
+    """
+    others, other_documents = others_than(document, bounds)
+    others = others.to(next(iter(inputs.values())).device)
+    results = []
+    for value in (None, torch.nan):
+        leaves = {name: x.float().clone() for name, x in inputs.items()}
+        for name in tokens if value is not None else ():
+            leaves[name][~others] = value
+        leaves = {name: x.requires_grad_() for name, x in leaves.items()}
+        outputs, *finals = run(**leaves)
+        outputs[others].square().sum().backward()
+        gradients = [leaves[name].grad[others] for name in tokens]
+        results.append([outputs[others], *(final[other_documents] for final in finals), *gradients])
+    assert outputs[~others].isnan().all()
+    for clean, spoilt in zip(*results, strict=True):
+        assert torch.equal(clean, spoilt)

@@ -6,7 +6,12 @@ import torch
 from flame.errors import UserError
 from flame.models.reference.gsa import chunk_gsa, fused_recurrent_gsa
 from tests.models.reference import recurrences
-from tests.models.reference.recurrences import CU_SEQLENS, assert_same_with_gradients, others_than
+from tests.models.reference.recurrences import (
+    CU_SEQLENS,
+    assert_nan_stays_in_its_document,
+    assert_same_with_gradients,
+    decode,
+)
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
@@ -77,26 +82,17 @@ def test_decoding_token_by_token_equals_the_whole_sequence():
     inputs = make_inputs((0, 20, 40), num_heads=4)
     rows = {name: inputs[name].view(2, 20, *inputs[name].shape[1:]) for name in "qkvsg"}
     whole, final = chunk_gsa(**rows, output_final_state=True)
-    state, outputs = None, []
-    for t in range(20):
-        token = {name: x[:, t : t + 1] for name, x in rows.items()}
-        o, state = fused_recurrent_gsa(**token, initial_state=state, output_final_state=True)
-        outputs.append(o)
-    torch.testing.assert_close(torch.cat(outputs, dim=1), whole, rtol=1e-12, atol=1e-12)
+
+    def step(token, state):
+        return fused_recurrent_gsa(**token, initial_state=state, output_final_state=True)
+
+    decoded, state = decode(step, rows)
+    torch.testing.assert_close(decoded, whole, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(state, final, rtol=1e-12, atol=1e-12)
 
 
-def test_a_document_of_nan_leaves_the_others_bit_equal():
-    inputs = {name: x.float() for name, x in make_inputs(CU_SEQLENS).items()}
-    tokens, documents = others_than(3)
-    changed = {name: x.clone() for name, x in inputs.items()}
-    for name in "qkvsg":
-        changed[name][~tokens] = torch.nan
-    (o, *final), (o_changed, *final_changed) = (chunked(CU_SEQLENS)(**x) for x in (inputs, changed))
-    assert torch.equal(o[tokens], o_changed[tokens])
-    for slots, slots_changed in zip(final, final_changed, strict=True):
-        assert torch.equal(slots[documents], slots_changed[documents])
-    assert o_changed[~tokens].isnan().all()
+def test_nan_in_a_document_leaves_the_others_bit_equal():
+    assert_nan_stays_in_its_document(chunked(CU_SEQLENS), make_inputs(CU_SEQLENS), "qkvsg")
 
 
 def test_half_precision_computes_in_float32_and_returns_the_input_dtype():

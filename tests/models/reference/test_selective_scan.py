@@ -5,7 +5,13 @@ import torch
 import torch.nn.functional as F
 
 from flame.models.reference.selective_scan import selective_scan, selective_scan_step
-from tests.models.reference.recurrences import CU_SEQLENS, assert_same_with_gradients, per_document
+from tests.models.reference.recurrences import (
+    CU_SEQLENS,
+    assert_nan_stays_in_its_document,
+    assert_same_with_gradients,
+    decode,
+    per_document,
+)
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
@@ -96,35 +102,18 @@ def test_no_skip_gate_bias_or_state():
 
 def test_decoding_token_by_token_equals_the_whole_sequence():
     inputs = make_inputs((0, 20, 40))
-    rows = {name: x.unflatten(0, (2, 20)) if name in TOKENS else x for name, x in inputs.items()}
-    whole, final = selective_scan(**rows, output_final_state=True)
-    state, outputs = rows["initial_state"], []
-    for t in range(20):
-        token = {name: x[:, t : t + 1] if name in TOKENS else x for name, x in rows.items()}
-        y, state = selective_scan_step(**(token | {"initial_state": state}))
-        outputs.append(y)
-    torch.testing.assert_close(torch.cat(outputs, dim=1), whole, rtol=1e-12, atol=1e-12)
+    tokens = {name: inputs.pop(name).unflatten(0, (2, 20)) for name in TOKENS}
+    whole, final = selective_scan(**tokens, **inputs, output_final_state=True)
+    start = inputs.pop("initial_state")
+    decoded, state = decode(
+        lambda token, state: selective_scan_step(**token, **inputs, initial_state=state), tokens, start
+    )
+    torch.testing.assert_close(decoded, whole, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(state, final, rtol=1e-12, atol=1e-12)
 
 
-def test_another_documents_nan_leaves_outputs_states_and_gradients_bit_equal():
-    inputs = {name: x.float() for name, x in make_inputs(CU_SEQLENS).items()}
-    start, end = CU_SEQLENS[3:5]
-    others = torch.ones(CU_SEQLENS[-1], dtype=torch.bool)
-    others[start:end] = False
-
-    def results(spoil):
-        leaves = {name: x.clone() for name, x in inputs.items()}
-        if spoil:
-            for name in TOKENS:
-                leaves[name][start:end] = torch.nan
-        leaves = {name: x.requires_grad_() for name, x in leaves.items()}
-        y, final = chunked(CU_SEQLENS)(**leaves)
-        y[others].sum().backward()
-        return y[others], final[torch.arange(len(final)) != 3], *(leaves[name].grad[others] for name in TOKENS)
-
-    for clean, spoilt in zip(results(False), results(True), strict=True):
-        assert torch.equal(clean, spoilt)
+def test_nan_in_a_document_leaves_the_others_bit_equal():
+    assert_nan_stays_in_its_document(chunked(CU_SEQLENS), make_inputs(CU_SEQLENS), TOKENS)
 
 
 def test_bfloat16_inputs_are_computed_in_float32():

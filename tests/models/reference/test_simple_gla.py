@@ -3,10 +3,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flame.errors import UserError
-from flame.models.reference.simple_gla import chunk_simple_gla, fused_chunk_simple_gla, fused_recurrent_simple_gla
+from flame.models.reference.simple_gla import chunk_simple_gla
 from tests.models.reference import recurrences
-from tests.models.reference.recurrences import CU_SEQLENS, assert_same_with_gradients, others_than
+from tests.models.reference.recurrences import (
+    CU_SEQLENS,
+    assert_nan_stays_in_its_document,
+    assert_same_with_gradients,
+    decode,
+)
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
@@ -83,35 +87,20 @@ def test_value_first_states(dtype):
 
 def test_decoding_token_by_token_equals_the_whole_sequence():
     rows = {name: x.view(2, 20, *x.shape[1:]) for name, x in make_inputs((0, 20, 40)).items() if name != "state"}
-    whole, final = fused_chunk_simple_gla(**rows, output_final_state=True, state_v_first=True)
-    state, outputs = None, []
-    for t in range(20):
-        token = {name: x[:, t : t + 1] for name, x in rows.items()}
-        options = dict(initial_state=state, output_final_state=True, state_v_first=True)
-        o, state = fused_recurrent_simple_gla(**token, **options)
-        outputs.append(o)
-    torch.testing.assert_close(torch.cat(outputs, dim=1), whole, rtol=1e-12, atol=1e-12)
+    whole, final = chunk_simple_gla(**rows, output_final_state=True, state_v_first=True)
+
+    def step(token, state):
+        return chunk_simple_gla(**token, initial_state=state, output_final_state=True, state_v_first=True)
+
+    decoded, state = decode(step, rows)
+    torch.testing.assert_close(decoded, whole, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(state, final, rtol=1e-12, atol=1e-12)
 
 
-def test_a_document_of_nan_leaves_the_others_bit_equal():
-    inputs = {name: x.float() for name, x in make_inputs(CU_SEQLENS).items()}
-    tokens, documents = others_than(3)
-    changed = {name: x if name == "state" else x.clone() for name, x in inputs.items()}
-    for name in "qkvg":
-        changed[name][~tokens] = torch.nan
-    (o, final), (o_changed, final_changed) = (chunked(CU_SEQLENS)(**x) for x in (inputs, changed))
-    assert torch.equal(o[tokens], o_changed[tokens])
-    assert torch.equal(final[documents], final_changed[documents])
-    assert o_changed[~tokens].isnan().all()
+def test_nan_in_a_document_leaves_the_others_bit_equal():
+    assert_nan_stays_in_its_document(chunked(CU_SEQLENS), make_inputs(CU_SEQLENS), "qkvg")
 
 
 def test_half_precision_computes_in_float32_and_returns_the_input_dtype():
     o, final = chunked(CU_SEQLENS)(**{name: x.bfloat16() for name, x in make_inputs(CU_SEQLENS).items()})
     assert (o.dtype, final.dtype) == (torch.bfloat16, torch.float32)
-
-
-def test_reverse_is_refused():
-    rows = [x[None] for name, x in make_inputs((0, 4)).items() if name in "qkv"]
-    with pytest.raises(UserError, match="forward in time"):
-        fused_recurrent_simple_gla(*rows, reverse=True)
