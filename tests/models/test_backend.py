@@ -127,6 +127,23 @@ def test_modes_that_a_layer_does_not_carry_out_are_refused(family, mode):
             check_supported(AutoConfig.for_model(family, attn_mode=mode), name)
 
 
+@pytest.mark.parametrize("family", ["comba", "gated_deltanet", "gated_deltaproduct", "kda", "mom", "precond_kda"])
+def test_a_mode_that_a_layer_only_decodes_in_is_refused(family):
+    setup_backend("auto", "cpu")
+    check_supported(AutoConfig.for_model(family), "triton")
+    with pytest.raises(UserError, match=f"attn_mode 'fused_recurrent' of model_type '{family}' is refused: .*train"):
+        check_supported(AutoConfig.for_model(family, attn_mode="fused_recurrent"), "triton")
+
+
+@pytest.mark.parametrize("window_size", [0, -1, 2.5, "64", True])
+def test_a_window_that_holds_no_key_is_refused(window_size):
+    """FLA's layers take 0 for no window at all while they train, and for an empty cache when they decode."""
+    setup_backend("auto", "cpu")
+    check_supported(AutoConfig.for_model("transformer", window_size=1), "reference")
+    with pytest.raises(UserError, match=f"window_size {window_size!r} of model_type 'transformer'.* or null"):
+        check_supported(AutoConfig.for_model("transformer", window_size=window_size), "reference")
+
+
 def test_a_family_built_on_flash_attn_is_refused_without_it(monkeypatch):
     setup_backend("auto", "cpu")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
