@@ -20,11 +20,11 @@ from torch import nn
 
 from flame.models.blocks import find_blocks
 from flame.models.build import no_decay_names
-from flame.models.mixers import MixerFlops, find_mixers
+from flame.models.mixers import MixerFlops, find_mixers, first_attribute
 
 logger = logging.getLogger(__name__)
 
-_TRAINING_FACTOR = 3  # forward, and twice as much backward
+TRAINING_FACTOR = 3  # forward, and twice as much backward
 
 
 @dataclass
@@ -62,7 +62,7 @@ class FlopCounter:
 
     def training(self, lengths: torch.Tensor) -> float:
         """Training FLOPs (forward and backward) of documents with these lengths (tokens), int [N]."""
-        return _TRAINING_FACTOR * self.forward(lengths)
+        return TRAINING_FACTOR * self.forward(lengths)
 
     def step(self, batches: Iterable[Any]) -> float:
         """Training FLOPs of a rank's batches of one step (:class:`flame.data.batch.Batch`, on the CPU)."""
@@ -120,11 +120,6 @@ def _expert_share(model: nn.Module, name: str) -> float:
     if "experts" not in name.split("."):
         return 1.0
     config = model.config.get_text_config()
-    num_experts = _first_key(config, "num_local_experts", "num_experts", "n_routed_experts")
-    num_active = _first_key(config, "num_experts_per_tok", "top_k")
+    num_experts = first_attribute(config, "num_local_experts", "num_experts", "n_routed_experts")
+    num_active = first_attribute(config, "num_experts_per_tok", "top_k")
     return num_active / num_experts if num_experts and num_active else 1.0
-
-
-def _first_key(config: Any, *keys: str) -> Any:
-    """The first of these keys that the config has and that is not None."""
-    return next((value for key in keys if (value := getattr(config, key, None)) is not None), None)

@@ -103,10 +103,10 @@ def _declared(module: nn.Module) -> MixerFlops:
 
 def _softmax_attention(module: nn.Module, products: int = 2) -> MixerFlops:
     """``products`` products of a head's vectors with each key or value that a query sees; keys and values are kept."""
-    num_kv_heads = _first_attribute(module, "num_kv_heads", "num_heads")
+    num_kv_heads = first_attribute(module, "num_kv_heads", "num_heads")
     return MixerFlops(
         per_pair=2 * products * module.num_heads * module.head_dim,
-        window=_first_attribute(module, "window_size"),
+        window=first_attribute(module, "window_size"),
         cache=2 * num_kv_heads * module.head_dim,
     )
 
@@ -134,15 +134,15 @@ def _wall_attention(module: nn.Module) -> MixerFlops:
 def _latent_attention(module: nn.Module) -> MixerFlops:
     dims = module.num_heads * (module.qk_head_dim + module.v_head_dim)
     # FLA keeps the keys and values of every head, not the latent vector.
-    return MixerFlops(per_pair=2 * dims, window=_first_attribute(module, "window_size"), cache=dims)
+    return MixerFlops(per_pair=2 * dims, window=first_attribute(module, "window_size"), cache=dims)
 
 
 def _transformers_attention(module: nn.Module) -> MixerFlops | None:
     """Softmax attention of a Hugging Face model, which keeps the number of heads in its config."""
     config = module.config.get_text_config()
     num_heads = getattr(config, "num_attention_heads", None)
-    key_dim = _first_attribute(module, "qk_head_dim", "head_dim", "head_size")
-    value_dim = _first_attribute(module, "v_head_dim", "head_dim", "head_size")
+    key_dim = first_attribute(module, "qk_head_dim", "head_dim", "head_size")
+    value_dim = first_attribute(module, "v_head_dim", "head_dim", "head_size")
     if num_heads is None or key_dim is None or value_dim is None:
         return None
     num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
@@ -156,21 +156,23 @@ def _transformers_attention(module: nn.Module) -> MixerFlops | None:
 
 
 def _mixture_of_blocks(module: nn.Module) -> MixerFlops:
-    width, block = module.num_heads * module.head_dim, module.moba_chunk_size
+    width, block_size = module.num_heads * module.head_dim, module.moba_chunk_size
 
     def flops(lengths: torch.Tensor) -> float:
-        pairs = own_block_pairs(lengths, block) + block * earlier_blocks(lengths, block, module.moba_topk - 1)
-        return 4 * width * pairs + 2 * width * earlier_blocks(lengths, block)
+        selected = block_size * earlier_blocks(lengths, block_size, module.moba_topk - 1)
+        pairs = own_block_pairs(lengths, block_size) + selected
+        return 4 * width * pairs + 2 * width * earlier_blocks(lengths, block_size)
 
     return MixerFlops(by_length=flops, cache=2 * module.num_kv_heads * module.head_dim)
 
 
 def _native_sparse_attention(module: nn.Module) -> MixerFlops:
-    width, block = module.num_heads * module.head_dim, module.block_size
+    width, block_size = module.num_heads * module.head_dim, module.block_size
 
     def flops(lengths: torch.Tensor) -> float:
-        compressed = earlier_blocks(lengths + 1, block)  # a query sees a block once the block is complete
-        selected = own_block_pairs(lengths, block) + block * earlier_blocks(lengths, block, module.block_counts - 1)
+        compressed = earlier_blocks(lengths + 1, block_size)  # a query sees a block once the block is complete
+        earlier = block_size * earlier_blocks(lengths, block_size, module.block_counts - 1)
+        selected = own_block_pairs(lengths, block_size) + earlier
         recent = causal_pairs(lengths, module.window_size) if module.window_size else 0.0
         return 4 * width * (compressed + selected + recent)
 
@@ -179,9 +181,9 @@ def _native_sparse_attention(module: nn.Module) -> MixerFlops:
 
 def _matrix_state(module: nn.Module, products: int) -> MixerFlops:
     """A d_k × d_v state per head that a token meets in ``products`` products."""
-    num_heads = _first_attribute(module, "num_v_heads", "num_heads")
-    key_dim = _first_attribute(module, "head_k_dim", "head_f_dim", "head_dim")
-    value_dim = _first_attribute(module, "head_v_dim", "head_i_dim", "head_dim")
+    num_heads = first_attribute(module, "num_v_heads", "num_heads")
+    key_dim = first_attribute(module, "head_k_dim", "head_f_dim", "head_dim")
+    value_dim = first_attribute(module, "head_v_dim", "head_i_dim", "head_dim")
     state = num_heads * key_dim * value_dim
     return MixerFlops(per_token=2 * products * state, state=state)
 
@@ -396,6 +398,6 @@ _FORMULAS: dict[str, Formula] = {
 }
 
 
-def _first_attribute(holder: Any, *names: str) -> Any:
+def first_attribute(holder: Any, *names: str) -> Any:
     """The first of these attributes that is there and not None."""
     return next((value for name in names if (value := getattr(holder, name, None)) is not None), None)

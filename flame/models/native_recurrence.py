@@ -18,6 +18,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flame.models.ssd import ssd
+
 
 def use_packed_recurrence(model: nn.Module) -> None:
     """Put the packed functions beside transformers' own in the files of the model's modules; idempotent."""
@@ -89,20 +91,19 @@ def _state_space_dual(
     cu_seqlens: Tensor,
     **options: Any,
 ) -> Tensor:
-    """Mamba-2 (arXiv:2405.21060) as linear attention: queries C, keys B, values dt x, log decay dt A.
+    """Mamba-2's scan (`flame.models.ssd`) behind the signature of mamba-ssm's kernel.
 
     Args:
         hidden_states: [1, T, H, P]; dt: [1, T, H]; A, D, dt_bias: [H].
         B, C: [1, T, G, N]; head h reads group h // (H // G).
+        chunk_size: of mamba-ssm's kernel; FLA's operator has its own.
     """
     assert initial_states is None and not return_final_states, "packed rows have no cache"
     chunk_simple_gla = importlib.import_module("fla.ops.simple_gla").chunk_simple_gla
     step = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)
-    groups = hidden_states.shape[2] // B.shape[2]
-    q, k = (x.repeat_interleave(groups, dim=2).to(hidden_states.dtype) for x in (C, B))
-    v = (hidden_states * step[..., None]).to(hidden_states.dtype)
-    y, _ = chunk_simple_gla(q, k, v, g=step * A.float(), scale=1.0, cu_seqlens=cu_seqlens)
+    B, C = (x.to(hidden_states.dtype) for x in (B, C))
+    y, _ = ssd(hidden_states, step, A.float(), B, C, chunk_simple_gla, cu_seqlens=cu_seqlens)
     return y if D is None else y + D[:, None].to(y.dtype) * hidden_states
 
 

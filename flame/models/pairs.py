@@ -14,17 +14,17 @@ def causal_pairs(lengths: torch.Tensor, window: int | None = None) -> float:
     return float(pairs.sum())
 
 
-def own_block_pairs(lengths: torch.Tensor, block: int) -> float:
-    """Number of causal pairs whose query and key lie in the same block of ``block`` tokens of a document."""
-    whole, rest = lengths // block, lengths % block
-    return float((whole * (block * (block + 1) // 2) + rest * (rest + 1) // 2).sum())
+def own_block_pairs(lengths: torch.Tensor, block_size: int) -> float:
+    """Number of causal pairs whose query and key lie in the same block of ``block_size`` tokens of a document."""
+    whole, rest = lengths // block_size, lengths % block_size
+    return float((whole * (block_size * (block_size + 1) // 2) + rest * (rest + 1) // 2).sum())
 
 
-def earlier_blocks(lengths: torch.Tensor, block: int, most: int | None = None) -> float:
-    """Blocks before a query's own, at most ``most`` of them, summed over the queries i: Σ min(⌊i/block⌋, most)."""
-    whole = lengths // block
-    reached = whole if most is None else whole.clamp(max=most)
-    return float((block * reached * (reached - 1) // 2 + (lengths - block * reached) * reached).sum())
+def earlier_blocks(lengths: torch.Tensor, block_size: int, max_blocks: int | None = None) -> float:
+    """Blocks before a query's own, at most ``max_blocks`` of them, summed over the queries: Σ_i min(⌊i/size⌋, max)."""
+    whole = lengths // block_size
+    reached = whole if max_blocks is None else whole.clamp(max=max_blocks)
+    return float((block_size * reached * (reached - 1) // 2 + (lengths - block_size * reached) * reached).sum())
 
 
 def ones_in_binary(lengths: torch.Tensor) -> float:

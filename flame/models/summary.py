@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from flame.models.blocks import find_blocks
-from flame.models.flops import FlopCounter, num_parameters
+from flame.models.flops import TRAINING_FACTOR, FlopCounter, num_parameters
 from flame.models.mixers import MixerFlops, named_mixers
 
 PARTS = ("embedding", "mixers", "mlp", "norms", "head", "other")
@@ -169,7 +169,7 @@ def _kinds(mixers: list[tuple[str, nn.Module, MixerFlops]]) -> list[MixerKind]:
 
 
 def _at_length(counter: FlopCounter, state_bytes: int, length: int) -> AtLength:
-    linear = 3 * counter.linear
+    linear = TRAINING_FACTOR * counter.linear
     total = counter.training(torch.tensor([length])) / length
     cached = sum(flops.kept(length) - flops.state for flops in counter.mixers)
     return AtLength(length, linear, total - linear, state_bytes + _CACHE_BYTES * cached)

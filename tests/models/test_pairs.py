@@ -16,16 +16,16 @@ def test_causal_pairs(window):
     assert causal_pairs(torch.tensor(LENGTHS), window) == sum(min(i + 1, window or i + 1) for i in QUERIES)
 
 
-@pytest.mark.parametrize("block", [1, 3, 8, 100])
-def test_own_block_pairs(block):
-    assert own_block_pairs(torch.tensor(LENGTHS), block) == sum(i % block + 1 for i in QUERIES)
+@pytest.mark.parametrize("block_size", [1, 3, 8, 100])
+def test_own_block_pairs(block_size):
+    assert own_block_pairs(torch.tensor(LENGTHS), block_size) == sum(i % block_size + 1 for i in QUERIES)
 
 
-@pytest.mark.parametrize("block", [1, 3, 8, 100])
-@pytest.mark.parametrize("most", [None, 0, 1, 2, 50])
-def test_earlier_blocks(block, most):
-    counted = sum(i // block if most is None else min(i // block, most) for i in QUERIES)
-    assert earlier_blocks(torch.tensor(LENGTHS), block, most) == counted
+@pytest.mark.parametrize("block_size", [1, 3, 8, 100])
+@pytest.mark.parametrize("max_blocks", [None, 0, 1, 2, 50])
+def test_earlier_blocks(block_size, max_blocks):
+    counted = sum(i // block_size if max_blocks is None else min(i // block_size, max_blocks) for i in QUERIES)
+    assert earlier_blocks(torch.tensor(LENGTHS), block_size, max_blocks) == counted
 
 
 def test_ones_in_binary():
