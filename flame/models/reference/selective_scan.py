@@ -70,7 +70,8 @@ def selective_scan_step(
     D: Tensor | None = None,
     z: Tensor | None = None,
     dt_bias: Tensor | None = None,
-    initial_state: Tensor | None = None,
+    *,
+    initial_state: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """`selective_scan` of rows of one token, T = 1, for decoding; always returns the states."""
     out_dtype, dtype = x.dtype, compute_dtype(x, dt, A, B, C, D, z, dt_bias, initial_state)
