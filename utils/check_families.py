@@ -37,8 +37,8 @@ from flame.launch.layout import free_port
 from utils.family_table import ROOT, read, save
 
 REFUSED = USER_ERROR
-LAST, MIN_DROP = 5, 1.0
-WARM_TOKENS, WARM_STEPS = 8192, 2
+NUM_LAST, MIN_DROP = 5, 1.0  # steps at the end whose mean loss counts, and how far below the first it must be
+WARM_SEQ_LEN, WARM_STEPS = 8192, 2
 
 
 def default_configs() -> list[Path]:
@@ -97,10 +97,10 @@ def judge(code: int | None, rows: list[dict[str, Any]], log: str, limit: float, 
     losses = [row["loss"] for row in rows if "loss" in row]
     result: dict[str, Any] = {"steps": len(losses)}
     if losses:
-        settled = rows[LAST:] or rows
+        settled = rows[NUM_LAST:] or rows
         result |= {
             "first_loss": losses[0],
-            "last_loss": statistics.fmean(losses[-LAST:]),
+            "last_loss": statistics.fmean(losses[-NUM_LAST:]),
             "tokens_per_second": statistics.median(row["tps"] for row in settled),
             "memory_gib": max(row["memory_gib"] or 0 for row in rows),
             "first_step_s": rows[0]["step_time_s"],
@@ -134,7 +134,7 @@ def check(config: Path, options: argparse.Namespace, seq_len: int, steps: int, l
 
 def warm_up(configs: list[Path], options: argparse.Namespace, logs: Path) -> None:
     """Fill Triton's cache by short runs, several at a time; what goes wrong shows in the real runs."""
-    seq_len = min(WARM_TOKENS, options.seq_len)
+    seq_len = min(WARM_SEQ_LEN, options.seq_len)
     with ThreadPoolExecutor(options.warm_jobs) as pool:
         list(pool.map(lambda config: check(config, options, seq_len, WARM_STEPS, logs), configs))
 
@@ -153,6 +153,7 @@ def commit() -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Check the configs that the arguments name; the exit code is 0 when every one passed, else 1."""
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )

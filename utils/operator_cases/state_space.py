@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flame.models.ssd import ssd
-from operator_cases.case import CU_SEQLENS, HIDDEN, NUM_HEADS, Draw, Operator
+from operator_cases.case import CU_SEQLENS, HIDDEN, NUM_HEADS, Draw, Operator, full_precision
 
 STATE_SIZE = 16
 
@@ -36,7 +36,7 @@ def selective_scans(draw: Draw, cu_seqlens: Tensor) -> list[Operator]:
 
 def dualities(draw: Draw, cu_seqlens: Tensor) -> list[Operator]:
     def scan(fn, x):
-        state = x["state"] if x["state"].dtype == torch.float64 else x["state"].float()  # FLA takes float32 only
+        state = full_precision(x["state"])
         dt = x["dt"].to(state.dtype).sigmoid()
         options = dict(initial_state=state, output_final_state=True, cu_seqlens=cu_seqlens)
         return ssd(x["x"], dt, -x["A_log"].to(state.dtype).exp(), x["B"], x["C"], fn, **options)
