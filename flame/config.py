@@ -179,7 +179,7 @@ class Training:
     log_data_hash: bool = option(False)
     """Log a hash of each step's tokens, to compare the data of two runs."""
     num_workers: int = option(2, minimum=0, maximum=1024)
-    """Processes per rank that tokenize and pack. 0: the training process does it."""
+    """Processes per rank that tokenise and pack. 0: the training process does it."""
     prefetch_factor: int = option(2, minimum=1)
     """Batches that each worker prepares ahead."""
     pin_memory: bool = option(False)

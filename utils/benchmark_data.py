@@ -7,7 +7,7 @@ ids fetched from it. Each case warms the pipeline up until the streams hold as m
 alternates: a stretch of the pipeline, and the baseline on the documents that the pipeline used in that stretch, in the
 same order. With workers both run in as many forked processes. A case is told by the median over its pairs, and by all
 pairs taken together. Beside the clock stands processor time a token, of the workers or, without any, of this process:
-the one to look at on a machine that is busy with other things. A worker tokenizes on one thread and packs on another,
+the one to look at on a machine that is busy with other things. A worker tokenises on one thread and packs on another,
 so by the clock it may keep up with the baseline although it does more; on one core it cannot. Stretches of less than a
 million tokens say nothing: a worker reads some batches of 65,536 tokens ahead.
 
@@ -70,7 +70,7 @@ class Stretch:
     Attributes:
         num_tokens: tokens delivered.
         seconds: on the clock, from the first to the last token.
-        cpu_seconds: processor time, added up over the processes that tokenize.
+        cpu_seconds: processor time, added up over the processes that tokenise.
     """
 
     num_tokens: int
@@ -212,7 +212,7 @@ def measure_case(case: Case, folder: Path, tokenizer, arguments: argparse.Namesp
 def summarise(pairs: list[tuple[Stretch, Stretch]]) -> dict[str, float]:
     """Medians over the pairs by the clock, and all stretches taken together.
 
-    A long document counts where it is tokenized, its tokens where they are delivered: single stretches scatter by it.
+    A long document counts where it is tokenised, its tokens where they are delivered: single stretches scatter by it.
     """
     pipeline, tokenizer = (add_up(stretches) for stretches in zip(*pairs, strict=True))
     return {
@@ -232,7 +232,7 @@ def add_up(stretches: Iterable[Stretch]) -> Stretch:
 
 
 def num_prefetched(loader: DataLoader) -> int:
-    """Sequences at most that are ready, or their documents tokenized, once the loader was left alone."""
+    """Sequences at most that are ready, or their documents tokenised, once the loader was left alone."""
     training = loader.training
     num_makers, num_tokens = max(1, training.num_workers), (BATCHES_AHEAD + 1) * TOKENS_PER_BATCH
     in_queues = training.num_workers * (training.prefetch_factor * loader.batch_size + 1)

@@ -1,4 +1,4 @@
-"""Tokenizing ahead of training: the same batches, in parallel, and going on after an interruption."""
+"""Tokenising ahead of training: the same batches, in parallel, and going on after an interruption."""
 
 import json
 import os
