@@ -111,20 +111,21 @@ def test_no_thread_before_the_first_sequence_and_none_after_the_last():
 
 
 def test_closing_does_not_wait_for_the_batch_in_hand():
-    plan, release = make_plan(numbered_texts([4] * 4000), 4), threading.Event()
-    tokenize = plan.encoder.tokenize
+    plan, begun, release = make_plan(numbered_texts([4] * 40), 4), threading.Event(), threading.Event()
+    tokenize, calls = plan.encoder.tokenize, itertools.count()
 
-    def slow_tokenize(texts):
-        if len(texts) > 100:
-            release.wait(10)
+    def stop_at_the_second_batch(texts):
+        if next(calls) == 1:
+            begun.set()
+            release.wait(30)
         return tokenize(texts)
 
-    plan.encoder.tokenize = slow_tokenize
+    plan.encoder.tokenize = stop_at_the_second_batch
     sequences = iter(open_reader(plan))
     next(sequences)
-    started = time.monotonic()
+    assert begun.wait(30)
     sequences.close()
-    assert time.monotonic() - started < 5
+    assert tokenizer_threads()  # still in that batch
     release.set()
     wait_until_gone()
 
