@@ -48,7 +48,9 @@ def light():
         patch.setattr("flame.data.shard_order.WINDOW_ROWS", 4)
         patch.setattr("flame.data.order.BLOCK_ROWS", 5)
         patch.setattr("flame.data.streams.TOKENS_PER_BATCH", 64)
-        patch.setattr(workers, "_start_worker", lambda reader, prefetch, persistent: reader)
+        patch.setattr(
+            workers, "_start_worker", lambda reader, messages_ahead, persistent: workers._WorkerDataset(reader)
+        )
         yield
 
 
