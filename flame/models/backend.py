@@ -144,6 +144,8 @@ _TRAINED_IN_CHUNKS = (
     "mom",
     "precond_kda",
 )
+# Families whose blocks take one result more from a mixer than FLA's softmax attention gives.
+_WITHOUT_SOFTMAX_LAYERS = ("mom", "rwkv7")
 
 _installed: list[tuple[Any, Any, Any, bool]] = []  # (namespace, name, original, is a dict)
 
@@ -221,7 +223,7 @@ def supported_model_types(backend: str) -> tuple[str, ...] | None:
 def check_supported(config: Any, backend: str) -> None:
     """Refuse an FLA family whose operators the resolved backend (or, for any backend, this machine) does not have.
 
-    So are a mode that its layers do not train in, and a window without keys.
+    So are values that its config accepts and its layers do not carry out.
 
     Raises:
         UserError: names the family and what can be used instead.
@@ -232,6 +234,11 @@ def check_supported(config: Any, backend: str) -> None:
         raise UserError(f"model_type {config.model_type!r} needs the flash_attn package; install it")
     _check_mode(config.model_type, getattr(config, "attn_mode", None))
     _check_window(config.model_type, getattr(config, "window_size", None))
+    if config.model_type in _WITHOUT_SOFTMAX_LAYERS and (config.attn or {}).get("layers"):
+        raise UserError(
+            f"attn of model_type {config.model_type!r} is refused: FLA's blocks of this family take no softmax layers; "
+            "leave attn out of the config"
+        )
     if backend != "reference" or config.model_type in REFERENCE_FAMILIES:
         return
     raise UserError(

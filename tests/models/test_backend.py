@@ -135,6 +135,15 @@ def test_a_mode_that_a_layer_only_decodes_in_is_refused(family):
         check_supported(AutoConfig.for_model(family, attn_mode="fused_recurrent"), "triton")
 
 
+@pytest.mark.parametrize("family", ["mom", "rwkv7"])
+def test_softmax_layers_that_a_family_cannot_call_are_refused(family):
+    """Their blocks take one more result from a mixer than FLA's softmax attention gives."""
+    setup_backend("auto", "cpu")
+    check_supported(AutoConfig.for_model(family, attn={"layers": [], "num_heads": 4}), "triton")
+    with pytest.raises(UserError, match=f"attn of model_type '{family}' is refused: .*no softmax layers"):
+        check_supported(AutoConfig.for_model(family, attn={"layers": [1], "num_heads": 4}), "triton")
+
+
 @pytest.mark.parametrize("window_size", [0, -1, 2.5, "64", True])
 def test_a_window_that_holds_no_key_is_refused(window_size):
     """FLA's layers take 0 for no window at all while they train, and for an empty cache when they decode."""

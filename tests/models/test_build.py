@@ -89,6 +89,8 @@ def test_refused_values_are_the_users():
     ("family", "values", "reason"),
     [
         ("GLA", {"feature_map": "elu"}, r"KeyError: 'elu', in .*ACT2FN\[feature_map\]"),
+        ("RetNet", {"hidden_act": "sqrelu"}, r"KeyError: 'sqrelu', in .*gate_fn"),
+        ("Samba", {"rescale_prenorm_residual": True}, r"AttributeError: 'SambaConfig'.*'num_layers', in .*num_layers"),
         ("DeltaNet", {"qk_norm": None}, r"AssertionError, in assert self\.qk_norm in"),
     ],
 )
