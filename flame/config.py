@@ -58,8 +58,9 @@ class Model:
     """What computes softmax attention. auto: the fastest that is installed and right for the device."""
     trust_remote_code: bool = option(False)
     """Allow Python code that comes with a model or tokenizer to run on this machine."""
-    custom_models: list[str] = option([], not_yet=LEAVE_OFF)
-    """Packages with a user's own architectures, imported before the model config is read."""
+    custom_models: list[str] = option([])
+    """A user's own architectures, imported before the model config is read: names of packages in custom_models,
+    folders of packages, Python files, or modules that Python finds."""
 
 
 @dataclass
@@ -178,7 +179,7 @@ class Training:
     log_data_hash: bool = option(False)
     """Log a hash of each step's tokens, to compare the data of two runs."""
     num_workers: int = option(2, minimum=0, maximum=1024)
-    """Processes per rank that tokenize and pack. 0: the training process does it."""
+    """Processes per rank that tokenise and pack. 0: the training process does it."""
     prefetch_factor: int = option(2, minimum=1)
     """Batches that each worker prepares ahead."""
     pin_memory: bool = option(False)
@@ -254,8 +255,8 @@ class Experimental:
     """Devices that each sequence is split over."""
     context_parallel_rotate_method: str = option("allgather", choices=("allgather", "alltoall"))
     """How softmax layers exchange keys and values under context parallelism."""
-    custom_model_path: str = option("", not_yet=LEAVE_OFF)
-    """Folder of a package with a user's own architecture."""
+    custom_model_path: str = option("")
+    """One more entry for model.custom_models."""
 
 
 @dataclass

@@ -38,4 +38,9 @@ def test_wheel_works_away_from_the_checkout(tmp_path):
         )
         assert done.returncode == 0, done.stderr
     assert (installed / "flame" / "shipped" / "configs" / "tokenizer" / "tokenizer.json").exists()
+    code = "from flame.custom_sources import find_custom; print(find_custom('sba').path)"
+    command = [sys.executable, "-c", code]
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == str(installed / "custom_models" / "sba")
     assert list(installed.glob("*.dist-info/licenses/LICENSE"))

@@ -31,8 +31,8 @@ def commands(program: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("words", commands("bash train.sh"), ids=" ".join)
 def test_every_command_is_a_job_that_can_start(words):
-    if not words or "exp/demo/config.toml" in words:
-        return  # the demo, and what it leaves behind
+    if not words or {"exp/demo/config.toml", "gated_recurrence.py"} & set(words):
+        return  # the demo, what it leaves behind, and a model that another test takes from its document and trains
     assert find_faults(parse_args(words)) == []
 
 

@@ -2,10 +2,10 @@
 
     python utils/compare_backends.py --output docs/numerics_table.md
 
-Every operator and the four debug models (configs/debug/*.json) run on the same inputs in float32 and bfloat16 with both
-backends, and in float64 with the reference one, which is the truth here. The table holds relative errors
-|a - b| / |b| in the Euclidean norm: of each backend against the truth, and of the two against each other. Without a
-GPU the Triton columns stay empty.
+Every operator (utils/operator_cases) and the debug models (configs/debug/*.json) run on the same inputs in float32 and
+bfloat16 with both backends, and in float64 with the reference one, which is the truth here. The table holds relative
+errors |a - b| / |b| in the Euclidean norm: of each backend against the truth, and of the two against each other.
+Without a GPU the Triton columns stay empty.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
+from operator_cases import operators
+from operator_cases.case import CU_SEQLENS, HEAD_DIM, NUM_TOKENS
 from torch import Tensor, nn
 
 from flame.models.attention import make_attention
@@ -31,33 +32,10 @@ from flame.models.backend import setup_backend
 from flame.models.loss import attach_training_forward
 from flame.paths import find_resource
 
-CU_SEQLENS = [0, 1, 100, 101, 165, 512]
-NUM_TOKENS, NUM_HEADS, HEAD_DIM, HIDDEN, VOCAB = CU_SEQLENS[-1], 4, 32, 128, 1000
-DEBUG_MODELS = ("gated_deltanet", "delta_net", "gla", "transformer")
+DEBUG_MODELS = sorted(path.stem for path in find_resource("configs/debug").glob("*.json"))
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class Operator:
-    """One operator with both implementations and what to feed it.
-
-    Attributes:
-        home: FLA module that exports `name`; the reference module is `reference`.
-        inputs: tensors by name, drawn in float64; floating ones get gradients.
-        call: (function, tensors) -> outputs; outputs that need no gradient are compared too.
-        float32: whether FLA's kernel takes float32.
-        backward: whether FLA's kernel has a backward pass.
-        label: what sets this case apart from another of the same operator.
-    """
-
-    name: str
-    home: str
-    reference: str
-    inputs: dict[str, Tensor]
-    call: Callable[[Callable, dict[str, Tensor]], Tensor | tuple[Tensor, ...]]
-    float32: bool = True
-    backward: bool = True
-    label: str = ""
+# FLA's delta rule and stick-breaking layer refuse float32.
+NEED_HALF = ("delta_net", "stickbreaking_attn")
 
 
 @dataclass
@@ -70,186 +48,6 @@ class Row:
     reference: float
     triton: float | None = None
     between: float | None = None
-
-
-class Draw:
-    """Random float64 inputs of packed documents, the same for every run."""
-
-    def __init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(0)
-
-    def __call__(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
-
-    def heads(self, num_heads: int = NUM_HEADS) -> Tensor:
-        return self(1, NUM_TOKENS, num_heads, HEAD_DIM)
-
-    def rows(self) -> Tensor:
-        return self(1, NUM_TOKENS, HIDDEN)
-
-    def qkv(self) -> dict[str, Tensor]:
-        return {"q": self.heads(), "k": F.normalize(self.heads(), dim=-1), "v": self.heads()}
-
-    def states(self, num_heads: int = NUM_HEADS) -> Tensor:
-        return self(len(CU_SEQLENS) - 1, num_heads, HEAD_DIM, HEAD_DIM)
-
-
-def operators(device: torch.device) -> list[Operator]:
-    """The operators that the reference families use, on packed documents of 1 to 347 tokens."""
-    cu_seqlens = torch.tensor(CU_SEQLENS, dtype=torch.int32, device=device)
-    draw = Draw()
-    return [
-        *delta_rules(draw, cu_seqlens),
-        *gated_linear_attentions(draw, cu_seqlens),
-        *convolutions(draw, cu_seqlens),
-        *norms(draw),
-        *position_and_residual(draw, cu_seqlens),
-        *activations(draw),
-        *cross_entropies(draw, device),
-    ]
-
-
-def delta_rules(draw: Draw, cu_seqlens: Tensor) -> list[Operator]:
-    packed = dict(cu_seqlens=cu_seqlens, output_final_state=True)
-
-    def gated(fn, x):
-        gate = dict(use_gate_in_kernel=True, A_log=x["A_log"], dt_bias=x["dt_bias"], state_v_first=True)
-        beta = dict(beta=x["beta"], use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True)
-        qkv = dict(q=x["q"], k=x["k"], v=x["v"], use_qk_l2norm_in_kernel=True)
-        return fn(**qkv, **beta, g=x["g"], initial_state=x["state"], **gate, **packed)
-
-    def plain(fn, x):
-        return fn(x["q"], x["k"], x["v"], x["beta"].sigmoid(), initial_state=x["state"], **packed)
-
-    num_v_heads = 2 * NUM_HEADS
-    gated_inputs = draw.qkv() | {
-        "v": draw.heads(num_v_heads),
-        "g": draw(1, NUM_TOKENS, num_v_heads),
-        "beta": draw(1, NUM_TOKENS, num_v_heads),
-        "A_log": torch.linspace(-1, 3, num_v_heads, dtype=torch.float64),
-        "dt_bias": draw(num_v_heads),
-        "state": draw.states(num_v_heads),
-    }
-    inputs = draw.qkv() | {"beta": draw(1, NUM_TOKENS, NUM_HEADS), "state": draw.states()}
-    gated_home, home = "fla.ops.gated_delta_rule", "fla.ops.delta_rule"
-    return [
-        Operator("chunk_gated_delta_rule", gated_home, "delta_rule", gated_inputs, gated),
-        Operator("fused_recurrent_gated_delta_rule", gated_home, "delta_rule", gated_inputs, gated, backward=False),
-        Operator("chunk_delta_rule", home, "delta_rule", inputs, plain, float32=False),
-        Operator("fused_recurrent_delta_rule", home, "delta_rule", inputs, plain),
-    ]
-
-
-def gated_linear_attentions(draw: Draw, cu_seqlens: Tensor) -> list[Operator]:
-    packed = dict(cu_seqlens=cu_seqlens, output_final_state=True)
-
-    def chunked(fn, x):
-        state = x["state"] if x["state"].dtype == torch.float64 else x["state"].float()  # FLA takes float32 only
-        return fn(x["q"], x["k"], x["v"], x["g"], initial_state=state, **packed)
-
-    def recurrent(fn, x):
-        return fn(x["q"], x["k"], x["v"], gk=x["g"], initial_state=x["state"], **packed)
-
-    inputs = draw.qkv() | {"g": F.logsigmoid(draw.heads()) / 16, "state": draw.states()}
-    strong = inputs | {"g": F.logsigmoid(draw.heads()) * 8}  # a chunk's log decay is near -400
-    home = "fla.ops.gla"
-    return [
-        Operator("chunk_gla", home, "gla", inputs, chunked),
-        Operator("chunk_gla", home, "gla", strong, chunked, label=", strong decay"),
-        Operator("fused_recurrent_gla", home, "gla", inputs, recurrent),
-    ]
-
-
-def convolutions(draw: Draw, cu_seqlens: Tensor) -> list[Operator]:
-    def outputs(fn, x):
-        options = dict(activation="silu", backend="triton", cu_seqlens=cu_seqlens)
-        return fn(x["x"], x["weight"], x["bias"], initial_state=x["state"], **options)[0]
-
-    def with_state(fn, x):
-        options = dict(activation="silu", backend="triton", cu_seqlens=cu_seqlens, output_final_state=True)
-        return fn(x["x"], x["weight"], x["bias"], initial_state=x["state"], **options)
-
-    inputs = {"x": draw.rows(), "weight": draw(HIDDEN, 4), "bias": draw(HIDDEN)}
-    inputs["state"] = draw(len(CU_SEQLENS) - 1, HIDDEN, 4)
-    home = "fla.modules.causal_conv1d"
-    return [
-        Operator("causal_conv1d", home, "convolution", inputs, outputs),
-        Operator("causal_conv1d", home, "convolution", inputs, with_state, label=", with final state"),
-    ]
-
-
-def norms(draw: Draw) -> list[Operator]:
-    def residual(fn, x):
-        return fn(x["x"], x["weight"], None, residual=x["residual"], prenorm=True)
-
-    def grouped(fn, x):
-        return fn(x["x"], x["weight"], None, is_rms_norm=True, num_groups=4)
-
-    inputs = {"x": draw.rows(), "weight": 1 + 0.1 * draw(HIDDEN)}
-    plain, gated, l2 = (f"fla.modules.norm.{name}" for name in ("layernorm", "fused_norm_gate", "l2norm"))
-    with_bias = inputs | {"bias": draw(HIDDEN)}
-    return [
-        Operator("rms_norm", plain, "norms", inputs | {"residual": draw.rows()}, residual),
-        Operator("layer_norm", plain, "norms", with_bias, lambda fn, x: fn(x["x"], x["weight"], x["bias"])),
-        Operator("group_norm", plain, "norms", inputs, grouped),
-        Operator(
-            "rms_norm_gated",
-            gated,
-            "norms",
-            inputs | {"g": draw.rows()},
-            lambda fn, x: fn(x["x"], x["g"], x["weight"], None, eps=1e-5),
-        ),
-        Operator("l2norm", l2, "norms", {"x": draw.heads()}, lambda fn, x: fn(x["x"])),
-    ]
-
-
-def position_and_residual(draw: Draw, cu_seqlens: Tensor) -> list[Operator]:
-    def rotary(fn, x):
-        frequencies = 10000.0 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
-        angles = torch.outer(torch.arange(NUM_TOKENS), frequencies).double()
-        return fn(x["x"], angles.cos().to(x["x"]), angles.sin().to(x["x"]), cu_seqlens=cu_seqlens)
-
-    def attnres(fn, x):
-        return fn(x["query"], [x["x"], x["y"]], x["weight"])
-
-    residuals = {"x": draw.rows(), "y": draw.rows(), "weight": 1 + 0.1 * draw(HIDDEN)}
-    residuals["query"] = draw(HIDDEN) / HIDDEN**0.5
-    return [
-        Operator("rotary_embedding", "fla.modules.rotary", "rotary", {"x": draw.heads()}, rotary),
-        Operator("fused_attnres", "fla.ops.attnres", "attnres", residuals, attnres),
-    ]
-
-
-def activations(draw: Draw) -> list[Operator]:
-    home = "fla.modules.activations"
-    inputs = {"x": draw.rows(), "y": draw.rows(), "weight": draw(HIDDEN, HIDDEN) / HIDDEN**0.5}
-
-    def linear(fn, x):
-        return fn(x["x"], x["y"], x["weight"], None)
-
-    return [
-        Operator("swiglu_linear", home, "activations", inputs, linear),
-        Operator("powglu_linear", home, "activations", inputs, linear),
-        Operator("logsigmoid", home, "activations", {"x": draw.rows()}, lambda fn, x: fn(x["x"], 16.0)),
-    ]
-
-
-def cross_entropies(draw: Draw, device: torch.device) -> list[Operator]:
-    target = torch.randint(VOCAB, (NUM_TOKENS,), generator=draw.generator)
-    target = target.masked_fill(torch.arange(NUM_TOKENS) % 7 == 0, -100).to(device)
-
-    def of_logits(fn, x):
-        return fn(x["logits"], target, lse_square_scale=1e-3)[0].sum()
-
-    def of_states(fn, x):
-        return fn(x["x"], target, x["weight"], reduction="sum")
-
-    states = {"x": draw(NUM_TOKENS, HIDDEN), "weight": draw(VOCAB, HIDDEN) / HIDDEN**0.5}
-    plain, linear = "fla.modules.fused_cross_entropy", "fla.modules.fused_linear_cross_entropy"
-    return [
-        Operator("cross_entropy_loss", plain, "cross_entropy", {"logits": draw(NUM_TOKENS, VOCAB)}, of_logits),
-        Operator("fused_linear_cross_entropy_loss", linear, "cross_entropy", states, of_states),
-    ]
 
 
 def run_operator(
@@ -345,8 +143,7 @@ def compare_model(family: str, device: torch.device) -> list[Row]:
         truth = _model_result(model, rounded, torch.float64, ids)
         low = _model_result(model, rounded, dtype, ids)
         triton = None
-        # FLA's delta rule refuses float32.
-        if device.type == "cuda" and not (family == "delta_net" and dtype == torch.float32):
+        if device.type == "cuda" and not (family in NEED_HALF and dtype == torch.float32):
             setup_backend("triton", device.type, "varlen", context_len=NUM_TOKENS)
             triton = _model_result(model, rounded, dtype, ids)
             setup_backend("reference", device.type, "sdpa")

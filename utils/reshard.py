@@ -47,14 +47,22 @@ def reshard(arguments: argparse.Namespace) -> str:
     Raises:
         UserError: the dataset, the number of shards or the output folder cannot be used.
     """
+    from flame.utils.input_files import check_apart, describe_input
     from flame.utils.parts import PartialFolder, split_rows, write_parts
 
-    dataset = open_dataset(source_spec(arguments, "data"))
+    spec = source_spec(arguments, "data")
+    check_apart(spec, arguments.output, "--output")
+    dataset = open_dataset(spec)
     num_rows, num_shards = len(dataset), arguments.num_shards
     if not 1 <= num_shards <= num_rows:
         raise UserError(f"--num_shards {num_shards}: must be from 1 to the dataset's number of rows, {num_rows}")
     suffix = arguments.format or input_format(arguments.data)
-    settings = {"rows": describe_rows(dataset), "num_shards": num_shards, "format": suffix}
+    settings = {
+        "input": describe_input(spec, dataset),
+        "rows": describe_rows(dataset),
+        "num_shards": num_shards,
+        "format": suffix,
+    }
     folder = PartialFolder(arguments.output, "--output", settings)
     if folder.is_finished:
         return f"{folder.output} is finished already"

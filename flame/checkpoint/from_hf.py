@@ -16,8 +16,9 @@ from flame.checkpoint.hf_weights import HFWeights
 from flame.checkpoint.manager import CheckpointManager
 from flame.checkpoint.matching import match_names
 from flame.checkpoint.names import MODEL
-from flame.checkpoint.sources import MODEL_CONFIG
+from flame.checkpoint.sources import MODEL_CONFIG, read_job_config
 from flame.errors import UserError
+from flame.models.custom import load_recorded
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,8 @@ def convert_hf_to_dcp(
     (``flame.models.backend.setup_backend``).
 
     Args:
-        model: folder with config.json and safetensors or torch files, sharded or not.
+        model: folder with config.json and safetensors or torch files, sharded or not. If it is a run's, the custom
+            models that its config.toml names are imported.
         checkpoint: the checkpoint to make, ``{run}/checkpoint/step-N``; one that is there is replaced.
         on_bytes: called with (bytes written, bytes in all) as the conversion goes on.
 
@@ -48,6 +50,7 @@ def convert_hf_to_dcp(
         raise UserError(f"{checkpoint} must end in step-N, such as exp/run/checkpoint/step-0")
     if not Path(model).is_dir():
         raise UserError(f"{model} is no folder; give a Hugging Face model folder")
+    load_recorded(read_job_config(Path(model)), Path(model))
     weights = HFWeights(model)
     stored = {MODEL + name: size for name, size in weights.sizes.items()}
     described = outline(load_config(model), stored)

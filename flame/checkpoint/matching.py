@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from flame.checkpoint.names import OPTIMIZER, check_exclusions, is_excluded
+from flame.checkpoint.names import MODEL, OPTIMIZER, check_exclusions, is_excluded
 from flame.errors import UserError
 
 
@@ -21,8 +21,9 @@ def match_names(
 ) -> list[str]:
     """The names of the tensors that a source fills.
 
-    A source without any optimizer state fills the model alone. When only the model is wanted, the source's optimizer
-    state is no surplus.
+    A source without any optimizer state fills the model alone, and nothing is missing of a parameter for which the
+    source's optimizer kept nothing, as it does until the first gradient. When only the model is wanted, the source's
+    optimizer state is no surplus.
 
     Args:
         wanted: sizes of the run's tensors by checkpoint name.
@@ -43,7 +44,8 @@ def match_names(
         return not is_excluded(name, exclude) and (with_optimizer or not name.startswith(OPTIMIZER))
 
     names = [name for name in wanted if counts(name)]
-    missing = [name for name in names if name not in stored]
+    stateless = {name.removeprefix(MODEL) for name in stored} - {_owner(name) for name in stored}
+    missing = [name for name in names if name not in stored and _owner(name) not in stateless]
     surplus = [name for name in stored if name not in wanted and name not in ignore and counts(name)]
     if strict and (missing or surplus):
         only_optimizer = all(name.startswith(OPTIMIZER) for name in missing + surplus)
@@ -77,6 +79,11 @@ def _fits(size: torch.Size, stored: torch.Size, stored_vocab: int | None) -> boo
 
 def _has_optimizer(names: Mapping[str, object]) -> bool:
     return any(name.startswith(OPTIMIZER) for name in names)
+
+
+def _owner(name: str) -> str | None:
+    """The parameter that an entry ``optimizer.<fqn>.<slot>`` belongs to; None for another entry."""
+    return name.removeprefix(OPTIMIZER).rpartition(".")[0] if name.startswith(OPTIMIZER) else None
 
 
 def _count(names: list[str], what: str) -> str:

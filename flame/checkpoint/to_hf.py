@@ -30,6 +30,7 @@ from flame.checkpoint.matching import match_names
 from flame.checkpoint.names import MODEL
 from flame.checkpoint.sources import MODEL_CONFIG, TOKENIZER, StepSource, check_source, find_step, read_job_config
 from flame.errors import UserError
+from flame.models.custom import load_recorded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,8 +56,9 @@ def convert_dcp_to_hf(
     """Write a checkpoint's weights as a Hugging Face model. Runs on one process; needs no GPU.
 
     The backend must be set up (``flame.models.backend.setup_backend``), so that the model's class can be built on the
-    meta device to check names and shapes. Memory in use is the larger of 64 MB and the largest tensor, a few times.
-    The folder changes over at the end: an interrupted conversion leaves what was there.
+    meta device to check names and shapes; custom models that the run's config.toml names are imported. Memory in use
+    is the larger of 64 MB and the largest tensor, a few times. The folder changes over at the end: an interrupted
+    conversion leaves what was there.
 
     Args:
         path: a run folder, its checkpoint folder, or one step folder.
@@ -80,6 +82,7 @@ def convert_dcp_to_hf(
     check_source(source)
     target = Path(output).expanduser() if output else source.run
     run = source.run if (source.run / MODEL_CONFIG).is_file() else target
+    load_recorded(read_job_config(run), run)
     max_bytes = parse_size(max_shard_size)
     dtype = _choose_dtype(export_dtype, run)
     loaded_tokenizer = _find_tokenizer(tokenizer, run)

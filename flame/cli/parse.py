@@ -16,6 +16,7 @@ from flame.cli.usage import format_help
 from flame.cli.validate import find_faults
 from flame.cli.values import EXPECTED, from_text, show
 from flame.config import JobConfig, resolve_defaults
+from flame.custom_sources import make_entries_absolute
 from flame.errors import EXIT_USER_ERROR, ConfigError
 
 __all__ = ["main", "parse_args", "to_toml", "wants_help"]
@@ -50,6 +51,8 @@ def parse_args(argv: list[str], check: bool = True) -> JobConfig:
     if faults:
         raise ConfigError(faults)
     resolve_defaults(config)
+    if check:
+        make_entries_absolute(config)
     return config
 
 

@@ -10,6 +10,8 @@ from typing import Any
 from flame.cli import names
 from flame.cli.values import show
 from flame.config import JobConfig
+from flame.custom_sources import find_custom, job_entries
+from flame.errors import UserError
 from flame.options import default_of, rule_of
 from flame.paths import find_resource
 
@@ -32,6 +34,7 @@ def find_faults(config: JobConfig) -> list[Fault]:
         _check_limits,
         _check_required,
         _check_files,
+        _check_custom_models,
         _check_lengths,
         _check_optimizer,
         _check_datasets,
@@ -98,6 +101,14 @@ def _check_files(config: JobConfig) -> Iterator[Fault]:
         path = Path(_value(config, name))
         if path.is_absolute() or ".." in path.parts:
             yield _fault(config, name, "is a folder inside job.dump_folder: no absolute path, no ..")
+
+
+def _check_custom_models(config: JobConfig) -> Iterator[Fault]:
+    for name, entry in job_entries(config):
+        try:
+            find_custom(entry)
+        except UserError as error:
+            yield _fault(config, name, str(error) if len(config.model.custom_models) < 2 else f"{entry}: {error}")
 
 
 def _is_local(path: str) -> bool:

@@ -18,5 +18,6 @@ loader        one rank's share of the global order, as instances of ``batch``
 prefetch      the next step's batches on the device ahead of use
 state         what is saved, and merged over ranks
 fingerprint   what tells one job's data from another's
+mismatch      which of it sets a run apart from its checkpoint, in the words of its options
 ============= ==================================================================================
 """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+from itertools import takewhile
 
 import numpy as np
 
@@ -27,12 +29,38 @@ def plan_fingerprint(plan: DataPlan, training) -> dict:
     }
 
 
-def source_fingerprint(source: Source | ShardedSource) -> dict[str, str | int]:
-    """Size, column and a sample of the rows: the same wherever the files lie, in constant time for any size."""
+def source_fingerprint(source: Source | ShardedSource) -> dict[str, str | int | None]:
+    """Size, column and a sample of the rows: the same wherever the files lie, in constant time for any size.
+
+    Of shards, whose rows are not to be read for this, the files' names and sizes, and the first rows.
+    """
     if isinstance(source, ShardedSource):
-        return {"shards": source.num_shards, "column": source.column, "first_rows": _digest(source.first_values)}
+        return _shards_fingerprint(source)
     rows = np.unique(np.linspace(0, len(source) - 1, NUM_SAMPLED_ROWS).astype(np.int64)).tolist()
     return {"rows": len(source), "column": source.column, "sampled_rows": _digest(read_values(source, rows))}
+
+
+def _shards_fingerprint(source: ShardedSource) -> dict[str, str | int | None]:
+    sizes = source.file_sizes()
+    return {
+        "shards": source.num_shards,
+        "column": source.column,
+        "bytes": None if None in sizes else sum(sizes),
+        "names": _digest(relative_names(source.files)),
+        "sizes": _digest(sizes),
+        "first_rows": _digest(source.first_values),
+    }
+
+
+def relative_names(files: list[str]) -> list[str]:
+    """Names of paths or addresses from the last folder on that holds them all.
+
+    What lies before it, such as the revision of a hub's dataset, may change while the files stay.
+    """
+    parts = [file.replace(os.sep, "/").split("/") for file in files]
+    levels = zip(*[path[:-1] for path in parts], strict=False)
+    num_shared = len(list(takewhile(lambda names: len(set(names)) == 1, levels)))
+    return ["/".join(path[num_shared:]) for path in parts]
 
 
 def _digest(values: list) -> str:

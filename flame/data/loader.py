@@ -10,14 +10,15 @@ import torch
 
 from flame.data.batch import Batch, join_sequences
 from flame.data.fingerprint import plan_fingerprint
+from flame.data.mismatch import START_ANEW, check_fingerprint, check_positions
 from flame.data.mixture import Mixture
 from flame.data.order import RowOrder
 from flame.data.pack import Sequence, StreamBuffer, pack_sequence
 from flame.data.shard_order import ShardOrder
 from flame.data.shards import ShardedSource
 from flame.data.sources import Source, open_sources
-from flame.data.state import STATE_VERSION, StreamState, check_fingerprint
-from flame.data.streams import DataPlan
+from flame.data.state import STATE_VERSION, StreamState
+from flame.data.streams import DataPlan, StreamReader
 from flame.data.tokenize import DocumentEncoder
 from flame.data.workers import SequencePool
 from flame.errors import UserError
@@ -69,6 +70,7 @@ class DataLoader:
         self.num_sequences = 0  # of all ranks, consumed
         self.turn = 0  # the stream that the next sequence comes from
         self.is_draining = False  # streams have ended; this rank makes the sequences of all that go on
+        self.knows_ends = False  # a stream that is not finished has a token left; sequences tell it from the first on
         self.own_streams = range(dp_rank, plan.num_streams, dp_size)
         self.states = {number: plan.start_state(number) for number in self.own_streams}
         self.pool: SequencePool | None = None
@@ -88,6 +90,7 @@ class DataLoader:
             if self.is_draining:
                 num_left = self._take_drained(start, end, sequences)
                 if start == self.num_sequences and num_left == end - start:
+                    self._check_not_empty()
                     raise StopIteration
                 break
             stop = min(end, start - start % self.plan.num_streams + self.plan.num_streams)
@@ -105,6 +108,7 @@ class DataLoader:
             "turn": self.turn,
             "is_draining": self.is_draining,
             "max_epochs": self.plan.max_epochs,
+            "sources": self._source_names(),
             "fingerprint": self.fingerprint,
             "streams": {str(number): state.to_list() for number, state in self.states.items()},
         }
@@ -122,41 +126,19 @@ class DataLoader:
             UserError: the state belongs to other data, another tokenizer, seed or packing.
         """
         if merged["version"] != STATE_VERSION:
-            raise UserError(f"the checkpoint's data state has version {merged['version']}, this one is {STATE_VERSION}")
-        if merged["num_streams"] != self.plan.num_streams:
             raise UserError(
-                f"--training.num_streams {self.plan.num_streams}: the checkpoint's data order has "
-                f"{merged['num_streams']} streams; give that number"
+                f"the checkpoint's data state has version {merged['version']}, not {STATE_VERSION}; {START_ANEW}"
             )
+        check_positions(merged, self.plan, self._source_names())
         if not self.training.ignore_data_fingerprint:
-            check_fingerprint(merged["fingerprint"], self.fingerprint)
-        self._check_positions(merged)
+            check_fingerprint(merged["fingerprint"], self.fingerprint, merged["sources"], self._source_names())
         self.close()
         self.num_sequences, self.turn = merged["num_sequences"], merged["turn"]
         self.is_draining = merged["is_draining"]
+        is_same = merged["max_epochs"] == self.plan.max_epochs and merged["fingerprint"] == self.fingerprint
+        self.knows_ends = is_same and self.num_sequences > 0
         numbers = range(self.plan.num_streams) if self.is_draining else self.own_streams
         self.states = {number: StreamState.from_list(merged["streams"][number]) for number in numbers}
-
-    def _check_positions(self, merged: dict) -> None:
-        """Refuse positions that mean nothing here, whatever the fingerprint is allowed to differ in.
-
-        Raises:
-            UserError: another number of datasets, or another end of streamed data.
-        """
-        num_sources = len(StreamState.from_list(merged["streams"][0]).cursors)
-        if num_sources != len(self.plan.sources):
-            raise UserError(
-                f"--training.dataset names {len(self.plan.sources)} datasets, the checkpoint's data state is of "
-                f"{num_sources}; give as many, or leave the state out: --checkpoint.exclude_from_loading dataloader"
-            )
-        is_streamed = any(isinstance(order, ShardOrder) for order in self.plan.orders)
-        if is_streamed and merged["max_epochs"] != self.plan.max_epochs:
-            # A stream that has had its passes no longer knows its place in the shard that it shared with others.
-            raise UserError(
-                f"--training.max_epochs {self.plan.max_epochs}: the checkpoint has {merged['max_epochs']}, and "
-                "streamed data cannot go on past another end; give that number, or start the data anew with "
-                "--checkpoint.exclude_from_loading dataloader"
-            )
 
     def epochs(self) -> dict[str, float]:
         """Passes over each source so far, judged by this rank's streams."""
@@ -181,6 +163,9 @@ class DataLoader:
             self.pool.close()
             self.pool = None
 
+    def _source_names(self) -> list[str]:
+        return [source.name for source in self.plan.sources]
+
     def _own_states(self) -> list[StreamState]:
         return [self.states[number] for number in self.own_streams]
 
@@ -201,11 +186,14 @@ class DataLoader:
 
     def _drain_when_a_stream_ends(self, start: int) -> None:
         """At the start of a round, find out whether any rank has a stream that ended; then take all streams over."""
-        if not self.plan.max_epochs or self.is_draining or start % self.plan.num_streams:
+        is_round = start % self.plan.num_streams == 0
+        if not self.plan.max_epochs or self.is_draining or (self.knows_ends and not is_round):
             return
-        has_ended = any(self.plan.is_finished(number, self.states[number]) for number in self.own_streams)
-        if not start and not has_ended:
-            has_ended = self.plan.has_empty_stream(self.own_streams)
+        own = {number: self.states[number] for number in self.own_streams}
+        has_ended = any(self.plan.is_finished(number, state) for number, state in own.items())
+        if not self.knows_ends and not has_ended:
+            has_ended = StreamReader(self.plan, list(own), list(own.values())).has_empty_stream()
+        self.knows_ends = True
         if any(self.gather(has_ended)):
             self.close()
             self.states = {number: state for part in self.gather(self.states) for number, state in part.items()}
@@ -230,6 +218,11 @@ class DataLoader:
             number += 1
         self.turn = self.pool.next_stream or 0
         return 0
+
+    def _check_not_empty(self) -> None:
+        """Raises UserError when the data has ended without a single sequence."""
+        if not self.num_sequences:
+            raise UserError(f"--training.dataset {', '.join(self._source_names())}: no row holds any text")
 
     def _open_pool(self, numbers: list[int]) -> SequencePool:
         return SequencePool(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import glob
 import importlib.util
 import logging
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from flame.errors import UserError
 
@@ -24,6 +26,7 @@ BUILDERS = {
     ".txt": "text",
     ".arrow": "arrow",
 }
+TEXT_BUILDERS = ("json", "csv", "text")  # those that take an encoding
 COMPRESSIONS = {".gz": "", ".bz2": "", ".xz": "", ".zst": "zstandard", ".lz4": "lz4"}  # and the package it takes
 HUB_ATTEMPTS = 5
 FIRST_WAIT_SECONDS = 2.0
@@ -47,8 +50,15 @@ def local_leader_first(is_leader: bool, barrier: Callable[[], None]) -> Iterator
             barrier()
 
 
+class StreamedRows(NamedTuple):
+    """A ``datasets.IterableDataset`` and the files, paths or addresses, that it reads."""
+
+    dataset: object
+    files: list[str]
+
+
 def load_rows(spec, streaming: bool = False):
-    """The ``datasets.Dataset`` that a ``SourceSpec`` names; its ``IterableDataset`` when ``streaming``.
+    """The ``datasets.Dataset`` that a ``SourceSpec`` names; its ``StreamedRows`` when ``streaming``.
 
     A folder of ``save_to_disk`` is a ``Dataset`` always: its files are read in place, in any order.
 
@@ -59,19 +69,21 @@ def load_rows(spec, streaming: bool = False):
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         _check_unused(spec, "a folder of save_to_disk")
         return _load_saved(spec, path)
-    files = _expand_files(spec.dataset)
+    files = expand_files(spec.dataset)
     if files:
         _check_unused(spec, "a file")
         if not any(is_url(file) or Path(file).stat().st_size for file in files):
             raise UserError(f"--training.dataset {spec.dataset}: it is empty")
         builder = _builder_for(spec.dataset, files)
         options = {"sep": "\t"} if builder == "csv" and ".tsv" in Path(files[0]).suffixes else {}
-        return _load(spec, builder, streaming, data_files={"train": files}, split=spec.split, **options)
+        options |= _encoding(builder, files)
+        return _load(spec, builder, streaming, data_files={"train": files}, **options)
     if not path.is_dir() and _looks_local(spec.dataset):
         raise UserError(f"--training.dataset {spec.dataset}: there is no such file or folder")
     options = {"data_dir": spec.data_dir or None, "data_files": list(spec.data_files) or None}
     target = str(path) if path.is_dir() else spec.dataset
-    return _load(spec, target, streaming, name=spec.name or None, split=spec.split, **options)
+    options |= _encoding_of_folder(spec, path)
+    return _load(spec, target, streaming, name=spec.name or None, **options)
 
 
 def _check_unused(spec, kind: str) -> None:
@@ -109,7 +121,11 @@ def _load(spec, target: str, streaming: bool, **options):
     import datasets
 
     def load():
-        return datasets.load_dataset(target, streaming=streaming, **options)
+        if not streaming:
+            return datasets.load_dataset(target, split=spec.split, **options)
+        builder = datasets.load_dataset_builder(target, **options)
+        dataset = builder.as_streaming_dataset(split=spec.split)
+        return StreamedRows(dataset, list((builder.config.data_files or {}).get(spec.split, [])))
 
     try:
         return with_retries(load, spec.dataset)
@@ -138,7 +154,12 @@ def _load_saved(spec, path: Path):
     return saved
 
 
-def _expand_files(dataset: str) -> list[str]:
+def expand_files(dataset: str) -> list[str]:
+    """The files that a path, a pattern or an address names, sorted; none when it names a folder or a hub's dataset.
+
+    Raises:
+        UserError: a pattern matches nothing.
+    """
     path = Path(dataset).expanduser()
     if is_url(dataset) or path.is_file():
         return [dataset if is_url(dataset) else str(path)]
@@ -148,6 +169,35 @@ def _expand_files(dataset: str) -> list[str]:
             raise UserError(f"--training.dataset {dataset}: the pattern matches no file")
         return files
     return []
+
+
+def _encoding_of_folder(spec, path: Path) -> dict[str, str]:
+    """As ``_encoding``, for a folder, or a format's name with ``data_files``, whose builder ``datasets`` chooses."""
+    if spec.dataset in TEXT_BUILDERS:
+        files = [file for pattern in spec.data_files for file in expand_files(pattern)]
+        return _encoding(spec.dataset, files)
+    files = [str(file) for file in path.rglob("*") if file.is_file()] if path.is_dir() else []
+    builders = {_builder_of(file) for file in files} - {None}
+    if not builders or not builders <= set(TEXT_BUILDERS):
+        return {}
+    return _encoding(builders.pop(), [file for file in files if _builder_of(file)])
+
+
+def _encoding(builder: str, files: list[str]) -> dict[str, str]:
+    """The option that makes ``datasets`` leave out the byte-order mark that some editors put in front of UTF-8."""
+    if builder in TEXT_BUILDERS and any(_has_mark(file) for file in files if not is_url(file)):
+        return {"encoding": "utf-8-sig"}
+    return {}
+
+
+def _has_mark(file: str) -> bool:
+    import fsspec
+
+    try:
+        with fsspec.open(file, "rb", compression="infer") as content:
+            return content.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
+    except Exception:  # damaged in whatever way its decompressor reports: reading its rows names it
+        return False
 
 
 def _builder_for(dataset: str, files: list[str]) -> str:

@@ -7,7 +7,7 @@ import numpy as np
 from flame.data.columns import UnreadableRow
 from flame.data.documents import Documents
 from flame.data.sources import Source
-from flame.data.tokenize import DocumentEncoder
+from flame.data.tokenize import DocumentEncoder, Tokenized
 from flame.errors import UserError
 
 
@@ -17,11 +17,11 @@ def read_rows(source: Source, rows: list[int], encoder: DocumentEncoder, skip_ba
     Raises:
         UserError: a row is bad; the message names source, row and column.
     """
-    return encode_values(source, read_values(source, rows), rows, encoder, skip_bad_rows)
+    return encoder.frame(tokenize_values(source, read_values(source, rows), rows, encoder, skip_bad_rows))
 
 
-def encode_values(source, values: list, labels: list, encoder: DocumentEncoder, skip_bad_rows: bool) -> Documents:
-    """Tokenise the values of rows that ``labels`` name; with ``skip_bad_rows`` a bad one becomes an empty document.
+def tokenize_values(source, values: list, labels: list, encoder: DocumentEncoder, skip_bad_rows: bool) -> Tokenized:
+    """Tokenise the values of rows that ``labels`` name; with ``skip_bad_rows`` a bad one is left out.
 
     Raises:
         UserError: a row is bad; the message names source, row and column.
@@ -35,9 +35,9 @@ def encode_values(source, values: list, labels: list, encoder: DocumentEncoder, 
                 "mend the row, or leave such rows out with --training.on_bad_row skip"
             )
         values[place] = np.empty(0, dtype=np.int64) if source.is_tokenized else ""
-    documents = encoder.encode_ids(values) if source.is_tokenized else encoder.encode_texts(values)
-    documents.skipped = skipped
-    return documents
+    tokenized = Tokenized(values, are_ids=True) if source.is_tokenized else encoder.tokenize(values)
+    tokenized.skipped = skipped
+    return tokenized
 
 
 def find_fault(value, is_tokenized: bool, vocab_size: int) -> str | None:

@@ -31,9 +31,8 @@ class ShardOrder:
     """
 
     def __init__(self, num_shards: int, seed: int, source_index: int, shuffle: str, num_streams: int):
-        limit = min(num_shards, num_streams, MAX_LANES)
         self.num_shards = num_shards
-        self.num_lanes = next(number for number in range(limit, 0, -1) if num_streams % number == 0)
+        self.num_lanes = count_lanes(num_shards, num_streams)
         self.streams_per_lane = num_streams // self.num_lanes
         self.window_rows = WINDOW_ROWS
         self.shuffle = shuffle
@@ -71,6 +70,12 @@ class ShardOrder:
         """Passes over the source that all streams have made, in whole shards, judged by ``cursors`` of some of them."""
         turns = sum(split_cursor(cursor)[0] for cursor in cursors.values())
         return turns / len(cursors) * self.num_lanes / self.num_shards
+
+
+def count_lanes(num_shards: int, num_streams: int) -> int:
+    """The largest divisor of the number of streams up to that of the shards and ``MAX_LANES``."""
+    limit = min(num_shards, num_streams, MAX_LANES)
+    return next(number for number in range(limit, 0, -1) if num_streams % number == 0)
 
 
 def join_cursor(turn: int, row: int) -> int:

@@ -63,6 +63,9 @@ class ShardWalk:
         rows = [self.queues[stream].pop() for _ in range(count)]
         return rows, [row.cursor for row in rows]
 
+    def cursor(self, stream: int) -> int:
+        return join_cursor(*self.lanes[self.order.lane(stream)].wanted[stream])
+
     def read(self, items: list[ShardRow]) -> tuple[list, list[str]]:
         return [item.value for item in items], [f"{item.row} of shard {item.shard}" for item in items]
 

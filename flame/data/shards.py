@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from flame.data.columns import UnreadableRow, choose_column, holds_lists, token_ids
@@ -19,13 +19,15 @@ class ShardedSource:
     Attributes:
         num_shards: parts that can be read independently, as ``datasets`` splits it: its files, mostly.
         first_values: of the first rows, which tell one source from another.
+        files: paths or addresses of the files that the shards are made of.
 
     Raises:
         UserError: it cannot be read, has no rows, or no column holds text or token ids.
     """
 
-    def __init__(self, name: str, dataset, text_column: str = ""):
+    def __init__(self, name: str, dataset, text_column: str = "", files: Sequence[str] = ()):
         self.name = name
+        self.files = list(files)
         first = self._read_first(dataset)
         self.column = choose_column(name, first.schema, text_column)
         self.is_tokenized = holds_lists(first.schema.field(self.column).type)
@@ -33,6 +35,27 @@ class ShardedSource:
         self.num_shards = dataset.num_shards
         window = Window(first.column(self.column), self.is_tokenized)
         self.first_values = [window[row] for row in range(len(window))]
+
+    def file_sizes(self) -> list[int | None]:
+        """Bytes of each file, None where a server does not tell.
+
+        Raises:
+            UserError: a file is out of reach.
+        """
+        from fsspec.core import url_to_fs
+
+        def measure() -> list[int | None]:
+            found = [url_to_fs(file) for file in self.files]
+            sizes: dict[str, int | None] = {}
+            for system in {id(system): system for system, _ in found}.values():
+                paths = [path for own, path in found if own is system]
+                sizes.update(zip(paths, system.sizes(paths), strict=True))  # asked for together where that is possible
+            return [sizes[path] for _, path in found]
+
+        try:
+            return with_retries(measure, self.name)
+        except Exception as error:  # whatever the network or a file system raises
+            raise UserError(f"--training.dataset {self.name}: {describe(error)}") from error
 
     def _read_first(self, dataset):
         """The first rows of the first shard that has any, as an Arrow table."""

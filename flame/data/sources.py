@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from flame.data.columns import choose_column, holds_lists, holds_mixed, token_ids
-from flame.data.loading import load_rows
+from flame.data.loading import StreamedRows, load_rows
 from flame.data.shards import ShardedSource
 from flame.data.stdlib import read_stdlib_texts
 from flame.errors import UserError
@@ -109,13 +109,10 @@ class DatasetSource:
         if self.chunks is None:
             self._map_chunks()
         chunks, places = self.chunks, np.searchsorted(self.chunk_starts, rows, side="right") - 1
-        values = [
-            chunks[place][row]
-            for place, row in zip(places.tolist(), (rows - self.chunk_starts[places]).tolist(), strict=True)
-        ]
+        where = zip(places.tolist(), (rows - self.chunk_starts[places]).tolist(), strict=True)
         if self.is_tokenized:
-            return [token_ids(value) for value in values]
-        return [value.as_py() for value in values]
+            return [token_ids(chunks[place][row]) for place, row in where]
+        return [chunks[place][row].as_py() for place, row in where]
 
     def _map_chunks(self) -> None:
         """List the column's record batches: asking ``datasets`` for scattered rows costs several times as much."""
@@ -153,8 +150,8 @@ def open_source(spec: SourceSpec, text_column: str = "", streaming: bool = False
             raise UserError(f"--training.dataset {spec.dataset}: the one embedded corpus is builtin:stdlib")
         return TextSource(spec.dataset, read_stdlib_texts())
     rows = load_rows(spec, streaming)
-    if not hasattr(rows, "__len__"):
-        return ShardedSource(spec.dataset, rows, text_column)
+    if isinstance(rows, StreamedRows):
+        return ShardedSource(spec.dataset, rows.dataset, text_column, rows.files)
     source = DatasetSource(spec.dataset, rows, text_column)
     if not len(source):
         raise UserError(f"--training.dataset {spec.dataset}: split {spec.split} has no rows")

@@ -1,12 +1,10 @@
-"""What a data state holds, how the ranks' parts become one, and when it no longer fits the job."""
+"""What a data state holds, and how the ranks' parts become one."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from flame.errors import UserError
-
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 @dataclass
@@ -52,31 +50,3 @@ def merge_state_dicts(parts: list[dict]) -> dict:
     assert len(positions) == 1, f"ranks stand at different sequences: {sorted(positions)}"
     assert len(streams) == first["num_streams"], f"{len(streams)} of {first['num_streams']} streams were handed in"
     return {**first, "streams": [streams[str(number)] for number in range(first["num_streams"])]}
-
-
-def check_fingerprint(saved: dict, current: dict) -> None:
-    """Refuse to go on with data other than the checkpoint's.
-
-    Raises:
-        UserError: with one line for each entry that differs.
-    """
-    differences = [
-        f"  {path}: {before} in the checkpoint, {now} now" for path, before, now in _differences(saved, current, "")
-    ]
-    if differences:
-        raise UserError(
-            "the data is not what the checkpoint was trained on, so its position means nothing here:\n"
-            + "\n".join(differences)
-            + "\nrestore these, or go on from the saved position all the same with --training.ignore_data_fingerprint"
-        )
-
-
-def _differences(saved, current, path: str):
-    if isinstance(saved, dict) and isinstance(current, dict):
-        for key in sorted(saved.keys() | current.keys()):
-            yield from _differences(saved.get(key), current.get(key), f"{path}.{key}" if path else key)
-    elif isinstance(saved, list) and isinstance(current, list) and len(saved) == len(current):
-        for number, (before, now) in enumerate(zip(saved, current, strict=True)):
-            yield from _differences(before, now, f"{path}[{number}]")
-    elif saved != current:
-        yield path, saved, current

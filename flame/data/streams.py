@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from flame.data.documents import Documents, interleave
 from flame.data.mixture import Mixture
 from flame.data.order import RowOrder
 from flame.data.pack import Sequence, StreamBuffer, pack_sequence
-from flame.data.rows import encode_values
+from flame.data.read_ahead import ReadAhead, Request
 from flame.data.shard_order import ShardOrder
 from flame.data.shard_walk import ShardWalk
 from flame.data.shards import ShardedSource
@@ -27,7 +24,9 @@ from flame.errors import UserError
 TOKENS_PER_BATCH = 65_536
 ROWS_PER_BATCH = 1_000
 MAX_GROWTH = 4
+BATCHES_AHEAD = 2  # one that the tokenizer has in hand, and one for it to go on with at once
 FRUITLESS_PASSES = 20
+STREAMS_PER_LOOK = 64
 NO_END = 1 << 62
 
 
@@ -78,36 +77,14 @@ class DataPlan:
         walk = ShardWalk if isinstance(order, ShardOrder) else RowWalk
         return walk(self.sources[source], order, cursors, ends)
 
-    def has_empty_stream(self, streams: Iterable[int]) -> bool:
-        """Whether one of ``streams``, none of which has begun, will turn out to have no document at all.
-
-        That happens when fewer rows than streams share a lane, which shows only in the shards themselves.
-        """
-        if any(order.num_lanes == self.num_streams for order in self.orders if isinstance(order, ShardOrder)):
-            return False
-        starts = {stream: self.start_state(stream).cursors for stream in streams}
-        walks = [
-            self.open_walk(source, {stream: cursors[source] for stream, cursors in starts.items()})
-            for source in self.mixture.drawn
-        ]
-        return any(not any(walk.available(stream, 1) for walk in walks) for stream in starts)
-
 
 @dataclass(eq=False)
 class _Stream:
     number: int
     buffer: StreamBuffer
     draws: int  # the next draw of a source; ahead of the state's
-
-
-@dataclass
-class _Request:
-    """Consecutive documents of one stream to read: of each its source, what the source's walk calls it, the cursor."""
-
-    stream: _Stream
-    sources: list[int] = field(default_factory=list)
-    items: list = field(default_factory=list)
-    cursors: list[int] = field(default_factory=list)
+    num_awaited: int = 0  # documents on their way
+    is_drawn_up: bool = False  # there is no further document to read
 
 
 class StreamReader:
@@ -133,65 +110,95 @@ class StreamReader:
             source: plan.open_walk(source, {number: state.cursors[source] for number, state in starts.items()})
             for source in plan.mixture.drawn
         }
+        self.ahead = ReadAhead(plan.sources, self.walks, plan.encoder, plan.skip_bad_rows)
         self.num_documents = 0
         self.num_tokens = 0
         self.fruitful_passes = 0.0  # passes over the sources up to the last document with tokens
 
     def __iter__(self) -> Iterator[Sequence]:
         """Yield without end, or until every stream has come to the end of the last epoch and left the round."""
-        plan = self.plan
-        while self.streams:
-            for stream in list(self.streams):
-                self._fill(stream, plan.seq_len)
-                is_empty = not stream.buffer.num_tokens
-                sequence = pack_sequence(stream.buffer, plan.seq_len, plan.context_len, plan.encoder.pad_id)
-                if plan.max_epochs and not self._fill(stream, 1):
-                    sequence.state, sequence.is_last = self._end(stream).to_list(), True
-                    sequence.is_empty = is_empty
-                yield sequence
-                if sequence.is_last:
-                    self.streams.remove(stream)
+        try:
+            while self.streams:
+                for stream in list(self.streams):
+                    yield self._next_sequence(stream)
+        finally:
+            self.ahead.close()
 
-    def _fill(self, stream: _Stream, num_tokens: int) -> bool:
-        """Read ahead until the stream holds ``num_tokens``; False when its documents end before that."""
-        while stream.buffer.num_tokens < num_tokens:
-            requests = self._plan_batch(stream)
-            if not requests:
+    def has_empty_stream(self) -> bool:
+        """Whether one of the streams has no token left; reads no more than it takes to know, and ends the reader.
+
+        Rows without text, and shards without rows, show only when they are read.
+        """
+        starts = range(0, len(self.streams), STREAMS_PER_LOOK)
+        try:
+            return not all(self._have_tokens(self.streams[start : start + STREAMS_PER_LOOK]) for start in starts)
+        finally:
+            self.ahead.close(wait=True)  # processes are going to be forked from this one
+
+    def _have_tokens(self, streams: list[_Stream]) -> bool:
+        """Whether each of the streams comes to a token before its end."""
+        while streams:
+            requests = [self._draw(stream, 1) for stream in streams]
+            if not all(request.items for request in requests):
                 return False
-            self._read_batch(requests)
+            self.ahead.begin(requests)
+            self._receive_batch()
+            streams = [stream for stream in streams if not stream.buffer.num_tokens]
         return True
 
-    def _plan_batch(self, first: _Stream) -> list[_Request]:
-        """The documents to read now: what the stream ``first`` lacks, then what the next streams will lack.
+    def _next_sequence(self, stream: _Stream) -> Sequence:
+        plan = self.plan
+        self._fill(stream, plan.seq_len)
+        is_empty = not stream.buffer.num_tokens
+        sequence = pack_sequence(stream.buffer, plan.seq_len, plan.context_len, plan.encoder.pad_id)
+        if plan.max_epochs and not self._fill(stream, 1):
+            sequence.state, sequence.is_last = self._end(stream).to_list(), True
+            sequence.is_empty = is_empty
+            self.streams.remove(stream)
+        return sequence
 
-        None at all when ``first`` has come to the end of its documents.
-        """
-        requests: list[_Request] = []
+    def _fill(self, stream: _Stream, num_tokens: int) -> bool:
+        """Read on until the stream holds ``num_tokens``; False when its documents end before that."""
+        while stream.buffer.num_tokens < num_tokens:
+            while len(self.ahead) < BATCHES_AHEAD and (requests := self._plan_batch(stream)):
+                self.ahead.begin(requests)
+            if stream.is_drawn_up and not stream.num_awaited:
+                return False
+            self._receive_batch()
+        return True
+
+    def _plan_batch(self, first: _Stream) -> list[Request]:
+        """The documents to read now: what the stream ``first`` lacks, then what the next streams will lack."""
+        requests: list[Request] = []
         mean_tokens = self.num_tokens / self.num_documents if self.num_tokens else self.plan.seq_len
         known = max(1, MAX_GROWTH * self.num_documents)  # a short first document says little about the others
         rows_left = min(ROWS_PER_BATCH, math.ceil(TOKENS_PER_BATCH / mean_tokens), known)
-        wanted = self.plan.seq_len + TOKENS_PER_BATCH // len(self.streams)  # so that few streams fill a batch too
+        # Few streams too must find room for all the batches on their way and one that has come.
+        wanted = self.plan.seq_len + (BATCHES_AHEAD + 1) * TOKENS_PER_BATCH // len(self.streams)
         turn = self.streams.index(first)
         for stream in self.streams[turn:] + self.streams[:turn]:
-            missing = wanted - stream.buffer.num_tokens
-            if missing <= 0:
+            missing = wanted - stream.buffer.num_tokens - stream.num_awaited * mean_tokens
+            if missing <= 0 or stream.is_drawn_up:
                 continue
             request = self._draw(stream, min(math.ceil(missing / mean_tokens), rows_left))
+            stream.is_drawn_up = not request.items
             if request.items:
                 requests.append(request)
                 rows_left -= len(request.items)
-            if not requests or not rows_left:
+            if not rows_left:
                 break
         return requests
 
-    def _draw(self, stream: _Stream, count: int) -> _Request:
+    def _draw(self, stream: _Stream, count: int) -> Request:
         """The stream's next ``count`` documents, fewer only where they end."""
-        request = _Request(stream)
+        request = Request(stream)
         while len(request.items) < count and self._extend(request, count - len(request.items)):
             pass
+        stream.num_awaited += len(request.items)
+        request.num_passes = min(walk.num_passes() for walk in self.walks.values())
         return request
 
-    def _extend(self, request: _Request, count: int) -> bool:
+    def _extend(self, request: Request, count: int) -> bool:
         """Add up to ``count`` documents, as far as none of the sources drawn has come to its end; False for none."""
         number, mixture, draw = request.stream.number, self.plan.mixture, request.stream.draws
         sources = self._up_to_an_end(number, mixture.choose(number, draw, count))
@@ -202,11 +209,10 @@ class StreamReader:
             sources = [mixture.choose_among(left, number, draw)]
         taken = {source: self.walks[source].take(number, sources.count(source)) for source in set(sources)}
         rows = {source: zip(*items_and_cursors, strict=True) for source, items_and_cursors in taken.items()}
-        for source in sources:
-            item, cursor = next(rows[source])
-            request.sources.append(source)
-            request.items.append(item)
-            request.cursors.append(cursor)
+        items, cursors = zip(*[next(rows[source]) for source in sources], strict=True)
+        request.sources += sources
+        request.items += items
+        request.cursors += cursors
         request.stream.draws += len(sources)
         return True
 
@@ -224,42 +230,33 @@ class StreamReader:
         """The state of a stream behind its last document; those that it has not used up have no tokens."""
         stream.buffer.finish_all()
         state = stream.buffer.state
-        for source in self.walks:
-            state.cursors[source] = self.plan.end_cursor(stream.number, source)
+        for source, walk in self.walks.items():
+            state.cursors[source] = walk.cursor(stream.number)
         return state
 
-    def _read_batch(self, requests: list[_Request]) -> None:
-        documents = self._read_documents(requests)
+    def _receive_batch(self) -> None:
+        """Hand the documents of the batch that was begun first to their streams."""
+        requests, documents = self.ahead.finish()
         start = 0
         for request in requests:
             stop = start + len(request.items)
             request.stream.buffer.push(documents.select(start, stop), request.sources, request.cursors)
+            request.stream.num_awaited -= len(request.items)
             start = stop
         self.num_documents += len(documents)
         self.num_tokens += len(documents.tokens)
-        self._check_progress(len(documents.tokens) > 0)
+        self._check_progress(requests[-1].num_passes, len(documents.tokens) > 0)
 
-    def _read_documents(self, requests: list[_Request]) -> Documents:
-        """Read and tokenise what the requests ask for, source by source, in the order of the requests.
-
-        Raises:
-            UserError: a row cannot be read, or holds no text and ``plan.skip_bad_rows`` is off.
-        """
-        plan = self.plan
-        sources = np.array([source for request in requests for source in request.sources])
-        items = [item for request in requests for item in request.items]
-        parts, places = [], []
-        for source in np.unique(sources).tolist():
-            places.append(np.flatnonzero(sources == source))
-            values, labels = self.walks[source].read([items[place] for place in places[-1].tolist()])
-            parts.append(encode_values(plan.sources[source], values, labels, plan.encoder, plan.skip_bad_rows))
-        return interleave(parts, places)
-
-    def _check_progress(self, is_fruitful: bool) -> None:
+    def _check_progress(self, num_passes: float, is_fruitful: bool) -> None:
         """Raise when so many passes over all sources gave no token that there can be none."""
-        passes = min(walk.num_passes() for walk in self.walks.values())
         if is_fruitful:
-            self.fruitful_passes = passes
-        elif passes > self.fruitful_passes + FRUITLESS_PASSES:
+            self.fruitful_passes = num_passes
+        elif num_passes > self.fruitful_passes + FRUITLESS_PASSES:
             names = ", ".join(source.name for source in self.plan.sources)
-            raise UserError(f"--training.dataset {names}: no row holds any text")
+            if not self.num_tokens:
+                raise UserError(f"--training.dataset {names}: no row holds any text")
+            raise UserError(
+                f"--training.dataset {names}: one of the {self.plan.num_streams} streams meets rows without text only, "
+                "as can be when --training.shuffle is none and the rows are few, since each stream then meets the same "
+                "ones in every epoch; leave out the empty rows, shuffle, or give another --training.num_streams"
+            )

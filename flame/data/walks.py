@@ -21,6 +21,10 @@ class Walk(Protocol):
         """The stream's next ``count`` rows, to be read by ``read``, and its cursor behind each of them."""
         ...
 
+    def cursor(self, stream: int) -> int:
+        """The stream's cursor behind its last row, once there is no row left."""
+        ...
+
     def read(self, items: list) -> tuple[list, list[str]]:
         """Values of rows that were taken, in one go, and a name for each to be used in a complaint."""
         ...
@@ -53,6 +57,9 @@ class RowWalk:
         self.cursors[stream] += count
         self.num_taken += count
         return self.order.positions(stream, cursor, count), list(range(cursor + 1, cursor + count + 1))
+
+    def cursor(self, stream: int) -> int:
+        return self.cursors[stream]
 
     def read(self, items: list[int]) -> tuple[list, list[str]]:
         rows = self.order.rows(np.array(items, dtype=np.int64)).tolist()

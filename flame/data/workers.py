@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
 import sys
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from fsspec.asyn import reset_lock
@@ -19,6 +22,9 @@ from flame.data.state import StreamState
 from flame.data.streams import DataPlan, StreamReader
 from flame.errors import UserError, WorkerDied
 
+TOKENS_PER_MESSAGE = 65_536
+MIN_MESSAGES_AHEAD = 2  # one to be taken apart, and one to be made meanwhile
+
 
 @dataclass
 class WorkerFault:
@@ -28,14 +34,29 @@ class WorkerFault:
 
 
 class _WorkerDataset(IterableDataset):
+    """A reader's sequences, several to a message where they are short; the first messages come sooner, with fewer."""
+
     def __init__(self, reader: StreamReader):
         self.reader = reader
 
-    def __iter__(self) -> Iterator[Sequence | WorkerFault]:
+    def __iter__(self) -> Iterator[list[Sequence | WorkerFault]]:
+        limit, size = sequences_per_message(self.reader.plan.seq_len), 1
+        message: list[Sequence | WorkerFault] = []
         try:
-            yield from self.reader
+            for sequence in self.reader:
+                message.append(sequence)
+                if len(message) == size:
+                    yield message
+                    message, size = [], min(2 * size, limit)
         except UserError as error:
-            yield WorkerFault(str(error))
+            message.append(WorkerFault(str(error)))
+        if message:
+            yield message
+
+
+def sequences_per_message(seq_len: int) -> int:
+    """Sequences that a worker hands over at once, so that the handing over costs little beside making them."""
+    return max(1, TOKENS_PER_MESSAGE // seq_len)
 
 
 class SequencePool:
@@ -49,7 +70,7 @@ class SequencePool:
         numbers: the streams, in the order of their turns from the next sequence on.
         states: their states, in the same order.
         num_workers: processes; 0 makes the sequences in this one.
-        prefetch: sequences that each worker makes ahead.
+        prefetch: sequences that each worker makes ahead, at least; more where a message holds more.
         persistent: handed to ``torch.utils.data.DataLoader``.
     """
 
@@ -68,10 +89,14 @@ class SequencePool:
         ]
         already_running = set(multiprocessing.active_children())
         if num_workers:
-            self.makers = [iter(_start_worker(reader, prefetch, persistent)) for reader in readers]
+            messages = max(MIN_MESSAGES_AHEAD, math.ceil(prefetch / sequences_per_message(plan.seq_len)))
+            received = [iter(_start_worker(reader, messages, persistent)) for reader in readers]  # starts them
+            self.makers = [chain.from_iterable(messages) for messages in received]
         else:
             self.makers = [iter(reader) for reader in readers]
         self.workers = [child for child in multiprocessing.active_children() if child not in already_running]
+        # Also where nobody closes the pool: the interpreter would wait at its end for workers that ignore its signal.
+        self.end_workers = weakref.finalize(self, _end, self.workers)
         self.round = deque((number, place % num_makers) for place, number in enumerate(numbers))
 
     @property
@@ -117,19 +142,23 @@ class SequencePool:
     def close(self) -> None:
         """End the workers, by force where one hangs: they ignore the signal that a ``DataLoader`` would send."""
         self.makers = []
-        for worker in self.workers:
-            worker.kill()
-            worker.join()
+        self.end_workers()
         self.workers = []
 
 
-def _start_worker(reader: StreamReader, prefetch: int, persistent: bool) -> DataLoader:
+def _end(workers: list[multiprocessing.process.BaseProcess]) -> None:
+    for worker in workers:
+        worker.kill()
+        worker.join()
+
+
+def _start_worker(reader: StreamReader, messages_ahead: int, persistent: bool) -> DataLoader:
     return DataLoader(
         _WorkerDataset(reader),
         batch_size=None,
         num_workers=1,
         collate_fn=_as_is,  # arrays go through the pipe: tensors would take a file descriptor and shared memory each
-        prefetch_factor=prefetch,
+        prefetch_factor=messages_ahead,
         persistent_workers=persistent,
         worker_init_fn=_settle_worker,
         multiprocessing_context=_start_method(),

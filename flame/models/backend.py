@@ -1,12 +1,14 @@
 """Which code runs FLA's operators, and the one list of everything that flame replaces inside FLA.
 
-Four sets of replacements, written against flash-linear-attention 0.6:
+Five sets of replacements, written against flash-linear-attention 0.6:
 
 - reference operators: FLA's are Triton kernels, which do not run on a CPU; `--model.backend reference` also asks for
   them on a GPU, to check a kernel against an independent answer.
 - softmax attention: FLA's layers raise ImportError when the flash_attn package is missing.
 - one backward step of the gated operators: FLA refuses it on Hopper GPUs with Triton 3.4 to 3.7.0, where the compiler
   gets it wrong (flash-linear-attention issue 640; Triton 3.7.1 is right again).
+- state space mixers: FLA's Mamba and Mamba2 layers run on from one packed document into the next, and without the
+  mamba_ssm package in loops or products that no long sequence fits (flame/models/state_space.py, on any backend).
 - generation: with transformers 5.24 FLA's models lose their cache (flame/models/generation.py).
 
 A function is replaced by identity, wherever a loaded `fla` module has bound it: FLA's modules import each other's
@@ -21,6 +23,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import io
+import logging
 import re
 import sys
 from collections.abc import Callable
@@ -33,10 +36,25 @@ from flame.models.attention import make_attention, resolve_attention_backend
 from flame.models.chunk_backward import chunk_bwd_dqkwg
 from flame.models.generation import is_cache_renamed, prepare_inputs_for_generation
 from flame.models.native_attention import register_native_attention
+from flame.models.state_space import make_mamba2_forward, make_mamba_forward
 from flame.quiet import quiet_third_party
 
 BACKENDS = ("auto", "triton", "reference")
-REFERENCE_FAMILIES = ("delta_net", "gated_deltanet", "gla", "transformer")
+REFERENCE_FAMILIES = (
+    "delta_net",
+    "gated_deltanet",
+    "gla",
+    "gsa",
+    "hgrn2",
+    "kda",
+    "mamba",
+    "mamba2",
+    "retnet",
+    "rwkv7",
+    "samba",
+    "stickbreaking_attn",
+    "transformer",
+)
 
 _REFERENCE = "flame.models.reference"
 # FLA module and function, the reference module that holds the function of that name (or "module:name").
@@ -47,15 +65,33 @@ _FUNCTIONS: tuple[tuple[str, str, str], ...] = (
     ("fla.ops.delta_rule", "fused_recurrent_delta_rule", "delta_rule"),
     ("fla.ops.gla", "chunk_gla", "gla"),
     ("fla.ops.gla", "fused_recurrent_gla", "gla"),
-    ("fla.ops.gla", "fused_chunk_gla", "gla"),
+    ("fla.ops.simple_gla", "chunk_simple_gla", "simple_gla"),
+    ("fla.ops.generalized_delta_rule", "chunk_dplr_delta_rule", "generalized_delta_rule"),
+    ("fla.ops.generalized_delta_rule", "fused_recurrent_dplr_delta_rule", "generalized_delta_rule"),
+    ("fla.ops.rwkv7", "fused_mul_recurrent_rwkv7", "generalized_delta_rule"),
+    ("fla.ops.rwkv7.fused_addcmul", "fused_addcmul_rwkv7", "rwkv7"),
+    ("fla.ops.rwkv7.fused_k_update", "fused_k_rwkv7", "rwkv7"),
+    ("fla.ops.rwkv7.gate_output_correction", "gate_output_correction", "rwkv7"),
+    ("fla.modules.token_shift", "token_shift", "token_shift"),
+    ("fla.ops.stickbreaking_attn", "parallel_stickbreaking_attn", "stickbreaking"),
+    ("fla.ops.gsa", "chunk_gsa", "gsa"),
+    ("fla.ops.gsa", "fused_recurrent_gsa", "gsa"),
+    ("fla.ops.kda", "chunk_kda", "kda"),
+    ("fla.ops.kda", "fused_recurrent_kda", "kda"),
+    ("fla.ops.retention", "chunk_retention", "retention"),
+    ("fla.ops.retention", "fused_chunk_retention", "retention"),
+    ("fla.ops.retention", "fused_recurrent_retention", "retention"),
     ("fla.ops.attnres", "fused_attnres", "attnres"),
     ("fla.modules.causal_conv1d", "causal_conv1d", "convolution"),
     ("fla.modules.causal_conv1d", "causal_conv1d_update", "convolution"),
     ("fla.modules.norm.layernorm", "layer_norm", "norms"),
     ("fla.modules.norm.layernorm", "group_norm", "norms"),
     ("fla.modules.norm.layernorm", "rms_norm", "norms"),
+    ("fla.modules.norm.layernorm", "layer_norm_linear", "norms"),
     ("fla.modules.norm.fused_norm_gate", "layer_norm_gated", "norms"),
     ("fla.modules.norm.fused_norm_gate", "rms_norm_gated", "norms"),
+    ("fla.modules.norm.layernorm_gated", "layernorm_fn", "gated_group_norm"),
+    ("fla.modules.norm.layernorm_gated", "rmsnorm_fn", "gated_group_norm"),
     ("fla.modules.norm.l2norm", "l2norm", "norms"),
     ("fla.modules.rotary", "rotary_embedding", "rotary"),
     ("fla.modules.activations", "sigmoid", "activations"),
@@ -78,6 +114,8 @@ _CROSS_ENTROPY = "fla.modules.fused_cross_entropy"
 _METHODS: tuple[tuple[str, str, str, str], ...] = (
     # Asserts that its tensors are on an accelerator before calling cross_entropy_loss.
     (_CROSS_ENTROPY, "FusedCrossEntropyLoss", "forward", "cross_entropy:cross_entropy_module_forward"),
+    # Refuses devices that are no accelerator and tensors that are not in half precision.
+    ("fla.layers.stickbreaking_attn", "StickBreakingAttention", "forward", "stickbreaking:layer_forward"),
 )
 # Modules that import flash_attn at the top and fail without it; the first serves the reference families.
 _ATTENTION_MODULES = (
@@ -90,6 +128,24 @@ _ATTENTION_MODULES = (
 )
 # Built on flash_attn's private functions, which have no counterpart in torch.
 _NEED_FLASH_ATTN = ("moba",)
+# Values of attn_mode that a family's layer accepts and does not carry out.
+_REFUSED_MODES = {
+    ("gla", "fused_chunk"): "FLA has withdrawn its kernel, and the layer would not tell documents apart",
+    ("hgrn2", "fused_chunk"): "FLA has withdrawn its kernel, and the layer would not tell documents apart",
+    ("retnet", "parallel"): "the layer reads and returns no state, so that generation forgets the prompt",
+}
+# Families whose layers assert that they train in chunks; "fused_recurrent" is what they decode with by themselves.
+_TRAINED_IN_CHUNKS = (
+    "comba",
+    "cyclic_flow_attention",
+    "gated_deltanet",
+    "gated_deltaproduct",
+    "kda",
+    "mom",
+    "precond_kda",
+)
+# Families whose blocks take one result more from a mixer than FLA's softmax attention gives.
+_WITHOUT_SOFTMAX_LAYERS = ("mom", "rwkv7")
 
 _installed: list[tuple[Any, Any, Any, bool]] = []  # (namespace, name, original, is a dict)
 
@@ -124,6 +180,7 @@ def setup_backend(
     dense, varlen = make_attention(attention, context_len)
     if attention != "flash":
         _install_attention(dense, varlen)
+    _install_state_space(resolved)
     register_native_attention(varlen)
     if is_cache_renamed():
         mixin = _find("fla.models.generation_utils", "FLAGenerationMixin")
@@ -140,6 +197,12 @@ def resolve_backend(backend: str, device_type: str) -> str:
     if backend == "triton" and device_type != "cuda":
         raise UserError(f"model.backend = 'triton' needs a CUDA device, this is {device_type}; use 'reference'")
     return backend
+
+
+def runs_reference() -> bool:
+    """Whether the reference operators are in place now; custom models with kernels of their own ask."""
+    module_name, name, source = _FUNCTIONS[0]
+    return "fla.models" in sys.modules and _find(module_name, name) is _reference(source, name)
 
 
 def import_fla() -> None:
@@ -175,6 +238,8 @@ def wrap_operator(module_name: str, name: str, wrap: Callable[[Callable], Callab
 def check_supported(config: Any, backend: str) -> None:
     """Refuse an FLA family whose operators the resolved backend (or, for any backend, this machine) does not have.
 
+    So are values that its config accepts and its layers do not carry out.
+
     Raises:
         UserError: names the family and what can be used instead.
     """
@@ -182,6 +247,13 @@ def check_supported(config: Any, backend: str) -> None:
         return
     if config.model_type in _NEED_FLASH_ATTN and importlib.util.find_spec("flash_attn") is None:
         raise UserError(f"model_type {config.model_type!r} needs the flash_attn package; install it")
+    _check_mode(config.model_type, getattr(config, "attn_mode", None))
+    _check_window(config.model_type, getattr(config, "window_size", None))
+    if config.model_type in _WITHOUT_SOFTMAX_LAYERS and (config.attn or {}).get("layers"):
+        raise UserError(
+            f"attn of model_type {config.model_type!r} is refused: FLA's blocks of this family take no softmax layers; "
+            "leave attn out of the config"
+        )
     if backend != "reference" or config.model_type in REFERENCE_FAMILIES:
         return
     raise UserError(
@@ -189,6 +261,23 @@ def check_supported(config: Any, backend: str) -> None:
         f"it runs {', '.join(REFERENCE_FAMILIES)} and models native to transformers. "
         "Use a GPU and model.backend = 'triton'"
     )
+
+
+def _check_mode(family: str, mode: str | None) -> None:
+    reason = _REFUSED_MODES.get((family, mode))
+    if mode == "fused_recurrent" and family in _TRAINED_IN_CHUNKS:
+        reason = "the layer does not train in it, and decodes in it whatever the config says"
+    if reason is not None:
+        raise UserError(f"attn_mode {mode!r} of model_type {family!r} is refused: {reason}; use 'chunk'")
+
+
+def _check_window(family: str, window_size: Any) -> None:
+    """FLA checks the windows of hybrid layers; elsewhere 0 would train without a window and decode without a cache."""
+    if window_size is not None and (type(window_size) is not int or window_size < 1):
+        raise UserError(
+            f"window_size {window_size!r} of model_type {family!r} is refused: give the number of keys that a query "
+            "sees, itself included, at least 1, or null for all"
+        )
 
 
 def uninstall() -> None:
@@ -238,6 +327,21 @@ def _install_attention(dense: Callable, varlen: Callable) -> None:
         _find(module_name, "flash_attn_func")
         _replace(module, "flash_attn_func", dense)
         _replace(module, "flash_attn_varlen_func", varlen)  # not even bound when flash_attn is missing
+
+
+def _install_state_space(backend: str) -> None:
+    causal_conv1d = _find("fla.modules.causal_conv1d", "causal_conv1d")  # by now the backend's
+    if backend == "reference":
+        selective_scan = _reference("selective_scan", "selective_scan")
+        linear_attention = _reference("simple_gla", "chunk_simple_gla")
+    else:
+        selective_scan = importlib.import_module("flame.models.selective_scan").selective_scan
+        linear_attention = _find("fla.ops.simple_gla", "chunk_simple_gla")
+    for name in ("fla.layers.mamba", "fla.layers.mamba2"):
+        _replace(logging.getLogger(name), "disabled", True)  # they would announce FLA's own fallbacks
+    mamba, mamba2 = _find("fla.layers.mamba", "Mamba"), _find("fla.layers.mamba2", "Mamba2")
+    _replace(mamba, "forward", make_mamba_forward(selective_scan, causal_conv1d))
+    _replace(mamba2, "forward", make_mamba2_forward(linear_attention, causal_conv1d))
 
 
 def _find(module_name: str, name: str) -> Any:

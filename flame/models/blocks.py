@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Container, Iterator
 
 from torch import Tensor, nn
@@ -35,6 +36,24 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
             "keep the layers in one, so that they can be sharded, checkpointed and compiled one by one"
         )
     return [block for entries in chosen for block in entries]
+
+
+def independent_blocks(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Those of ``blocks`` that share no parameter with anything outside them, and so can be sharded on their own.
+
+    Raises:
+        UserError: every block shares some.
+    """
+    holders: dict[int, set[str]] = defaultdict(set)  # of each parameter: the blocks that hold it, "" for the rest
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        block = next((block for block, _ in blocks if name.startswith(f"{block}.")), "")
+        holders[id(parameter)].add(block)
+    independent = [entry for entry in blocks if all(len(holders[id(p)]) == 1 for p in entry[1].parameters())]
+    if not independent:
+        raise UserError(
+            f"every block of {type(model).__name__} shares weights with another, so that none can be sharded on its own"
+        )
+    return independent
 
 
 class KeptBlocks(nn.ModuleList):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,9 @@ from flame.models.init import InitRecipe, build_recipe, tied_groups
 
 # Parameters of recurrences that must not be pulled towards zero, for classes that do not mark them themselves.
 _NO_DECAY_NAMES = frozenset({"bias", "A_log", "D", "dt_bias"})
+
+# What constructors raise for values that they cannot use, on purpose or not.
+_REFUSALS = (ValueError, TypeError, LookupError, AttributeError, AssertionError, ZeroDivisionError, RuntimeError)
 
 
 @dataclass(frozen=True)
@@ -47,9 +51,8 @@ def build_model(config: PretrainedConfig, trust_remote_code: bool = False) -> Bu
 
     try:
         model, recipe = build_recipe(build)
-    except (ValueError, TypeError, AssertionError, ZeroDivisionError, RuntimeError) as fault:
-        first_line = (str(fault).strip() or type(fault).__name__).splitlines()[0]
-        raise UserError(f"model.config: no {config.model_type} model can be built from it: {first_line}") from fault
+    except _REFUSALS as fault:
+        raise UserError(f"model.config: no {config.model_type} model can be built from it: {_reason(fault)}") from fault
     return BuiltModel(model, recipe, tied_groups(model), no_decay_names(model))
 
 
@@ -85,6 +88,16 @@ def no_decay_names(model: nn.Module) -> frozenset[str]:
             if is_norm or name in _NO_DECAY_NAMES or _is_marked(parameter) or _is_vector(parameter):
                 names.add(f"{module_name}.{name}" if module_name else name)
     return frozenset(names)
+
+
+def _reason(fault: Exception) -> str:
+    """The first line of a message; where it says too little, also the line of code that raised."""
+    message = next(iter(str(fault).strip().splitlines()), "")
+    if message and not isinstance(fault, (LookupError, AttributeError)):
+        return message
+    kind = type(fault).__name__ + (f": {message}" if message else "")
+    frames = [frame for frame in traceback.extract_tb(fault.__traceback__) if not frame.name.startswith("__get")]
+    return f"{kind}, in {frames[-1].line}"  # not in the look-up that failed, but where it was asked for
 
 
 def _is_marked(parameter: nn.Parameter) -> bool:

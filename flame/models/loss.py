@@ -6,17 +6,23 @@ FSDP hangs on the root module (parameters gathered, output projection included),
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flame.errors import UserError
-from flame.models.native_attention import has_native_attention, use_native_attention, without_mask
+from flame.models.native_attention import (
+    has_native_attention,
+    native_packing_arguments,
+    use_native_attention,
+    without_mask,
+)
+from flame.models.native_recurrence import use_packed_recurrence
 from flame.models.reference.cross_entropy import fused_linear_cross_entropy_loss
 
 IGNORE_INDEX = -100
@@ -56,6 +62,7 @@ def attach_training_forward(model: nn.Module, loss: HeadLoss | None = None) -> n
     check_loss_support(model)
     if not is_fla_model(model):
         use_native_attention(model)
+        use_packed_recurrence(model)
     own_forward, loss = model.forward, loss or head_loss(model)
 
     def forward(self: nn.Module, input_ids: Tensor, labels: Tensor | None = None, **kwargs) -> Tensor:
@@ -99,7 +106,9 @@ def check_loss_support(model: nn.Module) -> None:
     config, name = model.config, type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(f"{name} is an encoder-decoder; flame trains decoder-only causal language models")
-    if getattr(model, "get_decoder", None) is None or model.get_decoder() in (None, model):
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    # A head that is called "decoder" is what get_decoder finds first.
+    if decoder in (None, model, model.get_output_embeddings()):
         raise UserError(f"{name} has no decoder apart from its head (get_decoder); flame cannot compute its loss")
     if not isinstance(model.get_output_embeddings(), nn.Linear):
         raise UserError(
@@ -126,79 +135,21 @@ def is_fla_model(model: nn.Module) -> bool:
     return any(cls.__module__.startswith("fla.") for cls in type(model).__mro__)
 
 
-def document_position_ids(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """Positions that restart at each document, int64 [1, num_tokens]; computed on cu_seqlens' device."""
-    position = torch.arange(num_tokens, device=cu_seqlens.device)
-    document = torch.searchsorted(cu_seqlens.long(), position, right=True) - 1
-    return (position - cu_seqlens.long()[document])[None]
+def takes_cu_seqlens(model: nn.Module) -> bool:
+    """Whether the decoder has an argument cu_seqlens of its own, as FLA's models and custom ones have.
+
+    One that would only disappear in ``**kwargs`` does not count.
+    """
+    return is_fla_model(model) or "cu_seqlens" in inspect.signature(model.get_decoder().forward).parameters
 
 
 def packing_arguments(model: nn.Module, input_ids: Tensor, cu_seqlens: Tensor | None) -> dict[str, Tensor]:
     """What tells a model's decoder where the documents of a row are: cu_seqlens, positions, or nothing."""
     if cu_seqlens is None:
         return {}
-    if is_fla_model(model):
+    if takes_cu_seqlens(model):
         return {"cu_seqlens": cu_seqlens}
-    positions = {"position_ids": document_position_ids(cu_seqlens, input_ids.shape[1])}
-    # Other attention finds the documents by their restarting positions, and masks between them.
-    return positions | {"cu_seqlens": cu_seqlens} if has_native_attention(model) else positions
-
-
-@torch.no_grad()
-def check_causal(model: nn.Module, device: torch.device | str) -> None:
-    """Prove that no hidden state moves when later tokens change: encoders can be built as causal LMs too.
-
-    Needs initialised weights and an attached training forward; under FSDP every rank must call it, and reshard after.
-
-    Raises:
-        UserError: the model looks ahead.
-    """
-    vocab_size, length = model.config.get_text_config().vocab_size, 8
-    ids = torch.arange(2 * length, device=device)[None] % vocab_size
-    changed = ids.clone()
-    changed[:, length:] = (ids[:, length:] + 1 + vocab_size // 2) % vocab_size
-    states: list[Tensor] = []
-    hook = model.get_decoder().register_forward_hook(lambda _module, _input, output: states.append(output[0]))
-    was_training = model.training
-    model.eval()
-    for row in (ids, changed):
-        model(row, labels=row)
-    model.train(was_training)
-    hook.remove()
-    one, other = (state[:, :length] for state in states)
-    # Equal, but for rounding where later tokens change how a mixture of experts groups its rows.
-    tolerance = 1e-5 if one.dtype == torch.float32 else 2e-3
-    if (one - other).norm() > tolerance * one.norm():
-        raise UserError(
-            f"{type(model).__name__} is not causal (a token's state moves when later tokens change), so that it would "
-            "learn to copy its target; use a decoder, or set is_decoder in its config where it has that"
-        )
-
-
-@torch.no_grad()
-def check_varlen_support(model: nn.Module, device: torch.device | str) -> None:
-    """Prove on two short packed documents that changing the first leaves the second's loss bit-equal.
-
-    Needs initialised weights and an attached training forward; under FSDP every rank must call it.
-
-    Raises:
-        UserError: the model does not keep packed documents apart.
-    """
-    vocab_size, length = model.config.vocab_size, 8
-    ids = torch.arange(2 * length, device=device)[None] % vocab_size
-    changed = ids.clone()
-    changed[:, :length] = (ids[:, :length] + 1 + vocab_size // 2) % vocab_size
-    labels = ids.masked_fill(torch.arange(2 * length, device=device) < length, IGNORE_INDEX)
-    cu_seqlens = torch.tensor([0, length, 2 * length], dtype=torch.int32, device=device)
-    was_training = model.training
-    model.eval()
-    losses = [model(x, labels=labels, cu_seqlens=cu_seqlens) for x in (ids, changed)]
-    model.train(was_training)
-    if not torch.equal(*losses):
-        raise UserError(
-            f"{type(model).__name__} mixes packed documents (the second's loss moves when the first changes); "
-            "turn training.varlen off, or use a model family that takes cu_seqlens"
-        )
+    return native_packing_arguments(model, cu_seqlens, input_ids.shape[1])
 
 
 def _logit_scale(config) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import dis
 import inspect
 import json
 import logging
@@ -13,7 +14,9 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from flame.custom_sources import shipped_packages
 from flame.errors import UserError
+from flame.models.custom import load_shipped, registered_configs
 from flame.paths import find_resource
 from flame.quiet import quiet_third_party
 
@@ -105,11 +108,11 @@ def _from_file(path: Path, trust_remote_code: bool) -> PretrainedConfig:
     model_type = values.get("model_type")
     if not isinstance(model_type, str):
         raise UserError(f"{path}: the key model_type is missing; it names the family, such as gated_deltanet")
-    if model_type not in CONFIG_MAPPING:
+    if model_type not in CONFIG_MAPPING and not load_shipped(model_type):
         if "auto_map" in values:
             return _from_custom_code(path, model_type, trust_remote_code)
         near = difflib.get_close_matches(model_type, list(CONFIG_MAPPING.keys()), n=3, cutoff=0.5)
-        raise UserError(f"{path}: unknown model_type {model_type!r}{_did_you_mean(near)}")
+        raise UserError(f"{path}: unknown model_type {model_type!r}{_did_you_mean(near)}{_custom_hint()}")
     config_class = CONFIG_MAPPING[model_type]
     _check_keys(path, values, config_class)
     try:
@@ -120,12 +123,17 @@ def _from_file(path: Path, trust_remote_code: bool) -> PretrainedConfig:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as fault:
+        values = json.loads(path.read_text(encoding="utf-8"), object_hook=_decode_float)
+    except ValueError as fault:
         raise UserError(f"{path}: not valid JSON: {fault}") from fault
     if not isinstance(values, dict):
         raise UserError(f"{path}: must hold one JSON object, not a {type(values).__name__}")
     return values
+
+
+def _decode_float(values: dict[str, Any]) -> dict[str, Any] | float:
+    """An infinite or undefined number, which transformers writes as {"__float__": "Infinity"}; others unchanged."""
+    return float(values["__float__"]) if values.keys() == {"__float__"} else values
 
 
 def _from_custom_code(path: Path, model_type: str, trust_remote_code: bool) -> PretrainedConfig:
@@ -166,16 +174,28 @@ def _check_keys(path: Path, values: dict[str, Any], config_class: type[Pretraine
 
 def _known_keys(config_class: type[PretrainedConfig]) -> set[str]:
     known = set(_BOOKKEEPING_KEYS) | set(GenerationConfig().to_dict()) | set(PretrainedConfig().to_dict())
-    for base in config_class.__mro__:
+    for base in config_class.__mro__[:-1]:  # without object
         known |= set(getattr(base, "__dataclass_fields__", ()))
         if "__init__" in vars(base):
             known |= set(inspect.signature(base.__init__).parameters)
+            # FLA's GSAConfig takes "exapnd_k" and keeps it as expand_k, which is what a saved config holds.
+            code = dis.get_instructions(inspect.unwrap(base.__init__))
+            known |= {step.argval for step in code if step.opname == "STORE_ATTR"}
     known |= set(config_class.attribute_map)
     return known - {"self", "args", "kwargs"}
 
 
 def _did_you_mean(near: list[str]) -> str:
     return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def _custom_hint() -> str:
+    """What there is besides FLA's and transformers' families, and how to add to it."""
+    loaded = {config.model_type for config in registered_configs()}
+    return (
+        f"; custom models: {', '.join(sorted(loaded | set(shipped_packages()))) or 'none'}; one's own need "
+        "--model.custom_models, in conversions --custom_models (docs/custom_models.md)"
+    )
 
 
 def _shipped_hint(name: str) -> str:

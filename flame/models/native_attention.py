@@ -8,9 +8,11 @@ FlashAttention, so that it says all that its mask would hold) get flame's own pa
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
+import torch
 from torch import Tensor, nn
 
 from flame.errors import UserError
@@ -20,13 +22,13 @@ _packed: ContextVar[bool] = ContextVar("packed", default=False)
 
 
 def register_native_attention(varlen: Callable) -> None:
-    """Enter `varlen` (with flash_attn_varlen_func's signature) under flame's name; without cu_seqlens it is SDPA."""
+    """Enter `varlen` (with flash_attn_varlen_func's signature) under flame's name; without cu_seq_lens_q it is SDPA."""
     # Imported here: these modules are loud, and `flame.models.backend.import_fla` has loaded them quietly by now.
     from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs):
-        cu_seqlens = kwargs.pop("cu_seqlens", None)
+        cu_seqlens = kwargs.pop("cu_seq_lens_q", None)
         if cu_seqlens is None:
             return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         return _attend_packed(varlen, query, key, value, cu_seqlens, **kwargs), None
@@ -49,8 +51,40 @@ def use_native_attention(model: nn.Module) -> None:
         model.set_attn_implementation(NAME)
 
 
+def leave_native_attention(model: nn.Module) -> None:
+    """Back to SDPA with a mask of [T, T] entries, for models that do not pass the documents' bounds to attention."""
+    model.set_attn_implementation("sdpa")
+
+
 def has_native_attention(model: nn.Module) -> bool:
     return model.config._attn_implementation == NAME
+
+
+def native_packing_arguments(model: nn.Module, cu_seqlens: Tensor, num_tokens: int) -> dict[str, Tensor]:
+    """What tells a model of transformers about the documents of a row, beside its token ids.
+
+    Attention that is not flame's finds documents by their restarting positions, and masks between them. Models that
+    pass on what they do not know get all that transformers' own collator of packed documents adds: flame's attention
+    and linear attention read cu_seq_lens_q, convolutions and state-space layers seq_idx.
+    """
+    arguments = {"position_ids": document_position_ids(cu_seqlens, num_tokens)}
+    parameters = inspect.signature(model.get_decoder().forward).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        arguments |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+        arguments["seq_idx"] = document_indices(cu_seqlens, num_tokens).int()
+    return arguments
+
+
+def document_position_ids(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """Positions that restart at each document, int64 [1, num_tokens]; computed on cu_seqlens' device."""
+    position = torch.arange(num_tokens, device=cu_seqlens.device)
+    return position - cu_seqlens.long()[document_indices(cu_seqlens, num_tokens)]
+
+
+def document_indices(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """Number of the document that each token belongs to, int64 [1, num_tokens]; computed on cu_seqlens' device."""
+    position = torch.arange(num_tokens, device=cu_seqlens.device)
+    return torch.searchsorted(cu_seqlens.long(), position, right=True)[None] - 1
 
 
 @contextlib.contextmanager
@@ -87,7 +121,8 @@ def _attend_packed(
     for name, value_given in extras.items():
         if value_given is not None and (name != "attention dropout" or value_given):
             raise UserError(
-                f"packed documents (training.varlen) do not go together with {name} in this model's attention"
+                f"packed documents do not go together with {name} in this model's attention; "
+                "turn one of them off, in the model's config or with training.varlen"
             )
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # [T, H, D]
     window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)

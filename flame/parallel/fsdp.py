@@ -45,6 +45,11 @@ def shard_model(
     fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
 
 
+def num_sharded(blocks: Iterable[nn.Module]) -> int:
+    """How many of the blocks are units of their own."""
+    return sum(isinstance(block, FSDPModule) for block in blocks)
+
+
 def reshard(model: nn.Module) -> None:
     """Give every unit its sharded parameters back.
 

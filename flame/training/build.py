@@ -8,6 +8,7 @@ import os
 import re
 from pathlib import Path
 
+from torch import nn
 from transformers import PretrainedConfig
 
 from flame.checkpoint.artifacts import plain_config, save_run_artifacts
@@ -26,9 +27,12 @@ from flame.metrics.logger import MetricLogger
 from flame.metrics.meter import StepMeter
 from flame.models import BuiltModel, build_model, check_positions, load_model_config
 from flame.models.backend import check_supported, setup_backend
+from flame.models.blocks import find_blocks
+from flame.models.custom import load_custom_models
 from flame.models.flops import FlopCounter, num_parameters
 from flame.parallel.degrees import resolve_degrees
 from flame.parallel.distributed import Distributed, init_distributed
+from flame.parallel.fsdp import num_sharded
 from flame.training.finish import check_finish
 from flame.training.lock import RunFolderLock
 from flame.training.optimizer import build_optimizer
@@ -73,6 +77,7 @@ def _build_locked(config: JobConfig, dist: Distributed, lock: RunFolderLock | No
         config.model.attention_backend,
         document_len(config),
     )
+    load_custom_models(config)
     model_config = load_model_config(config.model, tokenizer)
     check_supported(model_config, backend)
     if resume_step is not None:
@@ -90,7 +95,7 @@ def _build_locked(config: JobConfig, dist: Distributed, lock: RunFolderLock | No
     step, state = restore(config, resume_step, model, optimizer, data, checkpoints, dist)
     if dist.is_main:  # only now: a job that does not fit the folder's checkpoints must not overwrite what explains them
         write_run_folder(config, model_config, tokenizer, dist.world_size)
-        describe_job(config, built, backend, dist, step)
+        describe_job(config, built, model, backend, dist, step)
 
     return Run(
         config=config,
@@ -166,7 +171,9 @@ def check_same_model(dump_folder: Path, model_config: PretrainedConfig) -> None:
         )
 
 
-def describe_job(config: JobConfig, built: BuiltModel, backend: str, dist: Distributed, step: int) -> None:
+def describe_job(
+    config: JobConfig, built: BuiltModel, model: nn.Module, backend: str, dist: Distributed, step: int
+) -> None:
     """Log what is about to be trained, so that a wrong job is seen before it costs anything."""
     training = config.training
     if config.job.description:
@@ -182,6 +189,11 @@ def describe_job(config: JobConfig, built: BuiltModel, backend: str, dist: Distr
         dist.world_size,
         dist.device.type,
     )
+    blocks = [block for _, block in find_blocks(model)]
+    num_blocks, num_units = len(blocks), num_sharded(blocks)
+    logger.info("FSDP: %d blocks, each a unit of its own, sharded over %d", num_units, dist.degrees.fsdp)
+    if num_units < num_blocks:
+        logger.info("FSDP: %d more blocks share weights and stay gathered with the rest", num_blocks - num_units)
     tokens = tokens_per_step(config, dist.data_size)
     num_left = max(training.steps - step, 0)
     logger.info("%d steps to go, of %s tokens each: %s tokens", num_left, f"{tokens:,}", f"{num_left * tokens:,}")

@@ -12,14 +12,9 @@ from transformers import PretrainedConfig
 from flame.config import JobConfig
 from flame.errors import UserError
 from flame.models import BuiltModel, find_blocks, init_weights
-from flame.models.loss import (
-    HeadLoss,
-    attach_training_forward,
-    check_causal,
-    check_varlen_support,
-    head_loss,
-    is_fla_model,
-)
+from flame.models.blocks import independent_blocks
+from flame.models.loss import HeadLoss, attach_training_forward, head_loss, is_fla_model
+from flame.models.proofs import check_causal, check_varlen_support, no_weight_zero
 from flame.parallel.context import ContextParallel, check_row
 from flame.parallel.context_operators import check_family, install_context_parallel
 from flame.parallel.distributed import Distributed
@@ -57,10 +52,11 @@ def place_model(config: JobConfig, built: BuiltModel, dist: Distributed) -> tupl
     _shard(config, model, dist)
     _initialise(config, model, built, dist)
     if not is_fla_model(model):
-        check_causal(model, dist.device)
-        if config.training.varlen:
-            check_varlen_support(model, dist.device)
-        reshard(model)
+        with no_weight_zero(model):
+            check_causal(model, dist.device)
+            if config.training.varlen:
+                check_varlen_support(model, dist.device)
+            reshard(model)
     return model.train(), None
 
 
@@ -139,13 +135,12 @@ def _shard(config: JobConfig, model: nn.Module, dist: Distributed) -> None:
     num_recomputed = recompute_blocks(blocks, config.activation_checkpoint)
     shard_model(
         model,
-        blocks,
+        independent_blocks(model, blocks),
         dist.fsdp_mesh,
         param_dtype=compute_dtype(training.mixed_precision_param, dist.device),
         reduce_dtype=training.mixed_precision_reduce,
         reshard_after_forward=training.fsdp_reshard_after_forward,
     )
-    logger.info("FSDP: %d blocks, each a unit of its own, sharded over %d", len(blocks), dist.degrees.fsdp)
     if num_recomputed:
         mode = config.activation_checkpoint.mode
         logger.info("activation checkpointing (%s): %d of %d blocks", mode, num_recomputed, len(blocks))

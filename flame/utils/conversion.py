@@ -14,11 +14,20 @@ OnBytes = Callable[[int, int], None]
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--custom_models",
+        default="",
+        help="custom models to import, comma-separated, as in a job's model.custom_models (default: those that the "
+        "run's config.toml names)",
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress bar, errors only")
 
 
-def run_conversion(convert: Callable[[OnBytes], Path], quiet: bool) -> int:
+def run_conversion(convert: Callable[[OnBytes], Path], quiet: bool, custom_models: str = "") -> int:
     """Set up the model classes, convert under a progress bar, and print the folder written to.
+
+    Args:
+        custom_models: entries to import, with commas, as in a job's ``model.custom_models``.
 
     Returns:
         0, or 2 with one message on stderr when the user must change something.
@@ -27,11 +36,14 @@ def run_conversion(convert: Callable[[OnBytes], Path], quiet: bool) -> int:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     from flame.models.backend import setup_backend
+    from flame.models.custom import load_entry
 
     logging.basicConfig(level=logging.ERROR if quiet else logging.INFO, format="%(message)s", stream=sys.stderr)
     columns = (TextColumn("converting"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     try:
         setup_backend("auto", "cpu")
+        for entry in filter(None, custom_models.split(",")):
+            load_entry(entry, f"--custom_models {entry}")
         with Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True) as progress:
             bar = progress.add_task("converting", total=None)
             folder = convert(lambda done, total: progress.update(bar, completed=done, total=total))

@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
             on_bytes=on_bytes,
         )
 
-    return run_conversion(convert, quiet=args.quiet)
+    return run_conversion(convert, args.quiet, args.custom_models)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
 
         return convert_hf_to_dcp(args.model, args.checkpoint, on_bytes=on_bytes)
 
-    return run_conversion(convert, quiet=args.quiet)
+    return run_conversion(convert, args.quiet, args.custom_models)
 
 
 if __name__ == "__main__":

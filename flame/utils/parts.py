@@ -25,6 +25,7 @@ from flame.errors import UserError
 
 # Hidden, so that `datasets` does not take it for data.
 SETTINGS_FILE = ".flame.json"
+MAX_CHANGES = 3
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,11 @@ class PartialFolder:
     Args:
         output: the folder to be.
         flag: the option that named it, for messages.
-        settings: plain data that decides what the folder will hold; parts made with other settings are not mixed in.
+        settings: plain data that decides what the folder will hold, by names that a user understands; what was made
+            with other settings is neither mixed in nor taken for the result.
 
     Raises:
-        UserError: ``output`` holds something else, or was begun with other settings.
+        UserError: ``output`` holds something else, or it or its parts were made with other settings.
     """
 
     def __init__(self, output: Path, flag: str, settings: dict):
@@ -63,12 +65,13 @@ class PartialFolder:
         self.output = output
         self.settings = json.loads(json.dumps(settings))
         self.parts = output.with_name(output.name + ".partial")
-        self.is_finished = (output / SETTINGS_FILE).is_file() and self._differences(output) == []
+        self.is_finished = (output / SETTINGS_FILE).is_file()
         if not self.is_finished and output.exists() and (not output.is_dir() or any(output.iterdir())):
             raise UserError(f"{flag} {output}: it exists already; delete it, or give another folder")
-        if not self.is_finished and (differences := self._differences(self.parts)):
+        made, how = (output, "made") if self.is_finished else (self.parts, "begun")
+        if differences := self._differences(made):
             raise UserError(
-                f"{flag} {output}: {self.parts} was begun with other settings ({', '.join(differences)}); "
+                f"{flag} {output}: {made} was {how} with other input or options ({'; '.join(differences)}); "
                 "delete it, or give another folder"
             )
 
@@ -92,7 +95,25 @@ class PartialFolder:
         if not path.is_file():
             return []
         found = json.loads(path.read_text(encoding="utf-8"))
-        return sorted(key for key in found.keys() | self.settings if found.get(key) != self.settings.get(key))
+        changes = list(describe_changes(found, self.settings))
+        more = [f"and {len(changes) - MAX_CHANGES} more"] if len(changes) > MAX_CHANGES else []
+        return changes[:MAX_CHANGES] + more
+
+
+def describe_changes(before: dict, now: dict) -> Iterator[str]:
+    """What differs between two plain dicts, by the path of keys, in the order of ``now``."""
+    for key in [*now, *(key for key in before if key not in now)]:
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from (f"{key} {change}" for change in describe_changes(old, new))
+        elif key not in before or key not in now:
+            yield f"{key} is {'new' if key not in before else 'gone'}"
+        elif old != new:
+            yield f"{key} differs" if _is_digest(old) else f"{key}: {old} then, {new} now"
+
+
+def _is_digest(value) -> bool:
+    return isinstance(value, str) and len(value) == 32 and value.isalnum()
 
 
 @contextmanager

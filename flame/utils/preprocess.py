@@ -1,4 +1,4 @@
-"""``python -m flame.utils.preprocess --dataset … --tokenizer … --path data``: a dataset tokenized ahead of training.
+"""``python -m flame.utils.preprocess --dataset … --tokenizer … --path data``: a dataset tokenised ahead of training.
 
 The folder that it writes holds each row's token ids, as the loader's own encoder gives them, in the order of the
 input: training on it gives the batches of training on the text.
@@ -21,7 +21,7 @@ TOKENS_PER_BATCH = 1 << 20  # ... unless the rows are so long that they would fi
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Tokenize as the arguments say; the exit code is 0, 2 when the user must change something, or 130 by Ctrl-C."""
+    """Tokenise as the arguments say; the exit code is 0, 2 when the user must change something, or 130 by Ctrl-C."""
     arguments = build_parser().parse_args(argv)
     flags = {"training.dataset": "dataset", "model.tokenizer_path": "tokenizer"}
     return run_command(lambda: preprocess(arguments), flags)
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m flame.utils.preprocess",
-        description="Tokenize a dataset into a folder that --training.dataset takes. Run again, it goes on.",
+        description="Tokenise a dataset into a folder that --training.dataset takes. Run again, it goes on.",
     )
     add_source(parser, "--dataset")
     parser.add_argument("--text_column", default="", help="column that holds the text (default: text, else content)")
@@ -51,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def preprocess(arguments: argparse.Namespace) -> str:
-    """Tokenize the dataset and write the folder; returns what to tell the user.
+    """Tokenise the dataset and write the folder; returns what to tell the user.
 
     Raises:
         UserError: the dataset, the tokenizer, a row or the output folder cannot be used.
@@ -59,16 +59,20 @@ def preprocess(arguments: argparse.Namespace) -> str:
     from flame.data.fingerprint import source_fingerprint
     from flame.data.sources import open_source
     from flame.data.tokenize import DocumentEncoder, load_tokenizer
+    from flame.utils.input_files import check_apart, describe_input
     from flame.utils.parts import PartialFolder, split_rows, write_parts
 
     tokenizer = load_tokenizer(arguments.tokenizer, arguments.trust_remote_code)
     encoder = DocumentEncoder(tokenizer, arguments.add_bos, arguments.add_eos)
-    source = open_source(source_spec(arguments, "dataset"), arguments.text_column)
+    spec = source_spec(arguments, "dataset")
+    check_apart(spec, arguments.path, "--path")
+    source = open_source(spec, arguments.text_column)
     if source.is_tokenized:
         raise UserError(
             f"--dataset {source.name}: column {source.column} holds token ids already; train on it directly"
         )
     settings = {
+        "input": describe_input(spec, getattr(source, "dataset", None)),
         "rows": source_fingerprint(source),
         "tokenizer": encoder.fingerprint(),
         "on_bad_row": arguments.on_bad_row,
@@ -80,7 +84,7 @@ def preprocess(arguments: argparse.Namespace) -> str:
     num_parts = min(MAX_PARTS, -(-len(source) // MIN_ROWS_PER_PART))
     parts = split_rows(len(source), [folder.parts / f"part-{number:05}.arrow" for number in range(num_parts)])
     writer = PartWriter(source, encoder, arguments.on_bad_row == "skip")
-    with progress_bar("tokenizing", len(source), arguments.quiet) as on_rows:
+    with progress_bar("tokenising", len(source), arguments.quiet) as on_rows:
         num_skipped = sum(write_parts(writer.write, parts, arguments.num_workers, on_rows))
     num_tokens = join_parts(parts, folder, arguments.quiet)
     skipped = f"; {num_skipped:,} bad rows were left empty by this run" if num_skipped else ""

@@ -11,9 +11,10 @@ import torch
 from flame.checkpoint import folders
 from flame.checkpoint.manager import CheckpointManager, SaveError, check_plain
 from flame.checkpoint.manifest import reading
+from flame.checkpoint.names import model_tensors, optimizer_tensors
 from flame.errors import UserError
 
-from .tiny import assert_equal, make_state
+from .tiny import assert_equal, make_model, make_state
 
 STATE = {"step": 7, "tokens": 2**60, "lr": 0.1, "dataloader": {"streams": [[1, 2], [3, 4]], "name": None}}
 
@@ -142,6 +143,21 @@ def test_missing_and_unexpected_names_are_counted(tmp_path):
     with pytest.raises(UserError, match=r"1 missing \(model.norm.weight\); 1 unexpected \(model.embeddings.weight\)"):
         manager.load(1, other)
     manager.load(1, other, strict=False)
+
+
+def test_a_parameter_that_never_had_a_gradient_resumes_without_state(tmp_path):
+    """An optimizer keeps nothing for it, and so neither does the checkpoint, though what is loaded has zeros there."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for weight in (model.head.weight, model.block[0].weight):
+        weight.sum().backward()
+    optimizer.step()
+    saved = model_tensors(model) | optimizer_tensors(model, optimizer)
+    CheckpointManager(tmp_path).save(2, saved, {})
+    loaded = make_state(1, trained=False)
+    CheckpointManager(tmp_path).load(2, loaded)
+    assert_equal({name: tensor for name, tensor in loaded.items() if name in saved}, saved)
+    assert len(loaded) > len(saved) and not any(loaded[name].any() for name in loaded.keys() - saved.keys())
 
 
 def test_other_shapes_are_named(tmp_path):

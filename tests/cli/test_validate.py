@@ -210,7 +210,6 @@ def test_what_this_version_lacks_is_refused(name):
         "--experimental.pipeline_parallel_degree=2",
         "--experimental.context_parallel_degree=2",
         "--experimental.enable_compiled_autograd",
-        "--experimental.custom_model_path=x",
         "--float8.enable_float8_linear",
         "--activation_checkpoint.mode=full",
         "--checkpoint.async_mode=async",

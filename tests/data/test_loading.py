@@ -1,4 +1,5 @@
 import bz2
+import codecs
 import gzip
 import json
 import lzma
@@ -175,3 +176,23 @@ def test_the_nodes_leader_goes_first_and_releases_the_others_when_it_fails():
         events.append("leader")
         raise UserError("no data")
     assert events == ["barrier", "follower", "leader", "barrier"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "tsv", "txt", "jsonl.gz"])
+@pytest.mark.parametrize("given", ["file", "folder", "data_files"])
+def test_a_byte_order_mark_is_no_text(tmp_path, suffix, given, streaming):
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    path = folder / f"rows.{suffix}"
+    plain = path.with_suffix("") if suffix.endswith(".gz") else path
+    write_file(plain, suffix.removesuffix(".gz"))
+    content = codecs.BOM_UTF8 + plain.read_bytes()
+    plain.unlink()
+    path.write_bytes(gzip.compress(content) if suffix.endswith(".gz") else content)
+    if given == "data_files" and suffix in ("csv", "txt"):
+        spec = SourceSpec({"csv": "csv", "txt": "text"}[suffix], data_files=(str(path),))
+    else:
+        spec = SourceSpec(str(path if given == "file" or suffix == "tsv" else folder))
+    rows = load_rows(spec, streaming)
+    assert [row["text"] for row in (rows.dataset if streaming else rows)] == ["a b", "c"]

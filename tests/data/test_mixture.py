@@ -120,5 +120,5 @@ def test_epochs_and_states_of_several_sources(tmp_path):
     state = merge_state_dicts([loader.state_dict()])
     assert state["fingerprint"]["order"]["probabilities"] == [0.5, 0.5]
     other = make_loader(",".join(names), seq_len=4, batch_size=60, num_streams=60, data_probs=[0.3, 0.7])
-    with pytest.raises(UserError, match=r"order.probabilities\[0\]: 0.5 in the checkpoint, 0.3 now"):
+    with pytest.raises(UserError, match=r"data_probs: 0\.5, 0\.5 in the checkpoint, 0\.3, 0\.7 now"):
         other.load_state_dict(state)

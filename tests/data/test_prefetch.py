@@ -1,9 +1,11 @@
 import json
+from types import SimpleNamespace
 
 import datasets
 import pytest
 import torch
 
+from flame.data import prefetch
 from flame.data.prefetch import DevicePrefetcher
 from flame.data.state import merge_state_dicts
 from flame.errors import UserError
@@ -70,14 +72,24 @@ def test_a_fault_met_ahead_is_raised_when_its_step_is_asked_for(tmp_path):
         ahead.next_step()
 
 
-def test_the_time_of_fetching_is_counted_once(corpus):
-    loader = DevicePrefetcher(make_loader(corpus), torch.device("cpu"))
-    loader.next_step()
-    assert loader.take_wait_time() > 0 and loader.take_wait_time() == 0
-    loader.prefetch()
-    ahead = loader.take_wait_time()
-    loader.next_step()
-    assert ahead > loader.take_wait_time()  # the step was at hand
+def test_the_time_of_fetching_is_counted_once(corpus, monkeypatch):
+    loader, seconds = make_loader(corpus), 0.0
+    next_step = loader.next_step
+
+    def take_three_seconds():
+        nonlocal seconds
+        seconds += 3
+        return next_step()
+
+    monkeypatch.setattr(loader, "next_step", take_three_seconds)
+    monkeypatch.setattr(prefetch, "time", SimpleNamespace(perf_counter=lambda: seconds))
+    ahead = DevicePrefetcher(loader, torch.device("cpu"))
+    ahead.next_step()
+    assert ahead.take_wait_time() == 3 and ahead.take_wait_time() == 0
+    ahead.prefetch()
+    assert ahead.take_wait_time() == 3
+    ahead.next_step()
+    assert ahead.take_wait_time() == 0  # the step was at hand
 
 
 @pytest.mark.gpu

@@ -127,7 +127,7 @@ def flaky(tmp_path, monkeypatch):
     path = write_rows(tmp_path / "rows.jsonl", [{"text": str(row)} for row in range(9)])
 
     def make(num_faults: int, error: Exception) -> ShardedSource:
-        source = ShardedSource("rows", load_rows(SourceSpec(path), streaming=True))
+        source = ShardedSource("rows", load_rows(SourceSpec(path), streaming=True).dataset)
         source.dataset = FlakyDataset(source.dataset, num_faults, error)
         return source
 

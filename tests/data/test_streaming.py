@@ -116,14 +116,40 @@ def test_a_broken_compressed_shard_stops_the_run_or_loses_its_rest(tmp_path):
 def test_a_state_of_other_shards_is_refused(tmp_path):
     corpus = write_shards(tmp_path / "one", [5, 5], LENGTHS)
     state = merge_state_dicts([make_loader(corpus, streaming=True).state_dict()])
-    with pytest.raises(UserError, match=r"sources\[0\].shards: 2 in the checkpoint, 3 now"):
-        make_loader(write_shards(tmp_path / "two", [5, 5, 5], LENGTHS), streaming=True).load_state_dict(state)
-    with pytest.raises(UserError, match=r"sources\[0\].first_rows: \w+ in the checkpoint, \w+ now"):
+    with pytest.raises(UserError, match=r"\d+ bytes in the checkpoint, \d+ now"):
         make_loader(write_shards(tmp_path / "three", [5, 5], [3]), streaming=True).load_state_dict(state)
-    moved = write_shards(tmp_path / "moved", [5, 5], LENGTHS)
-    make_loader(moved, streaming=True).load_state_dict(state)
-    with pytest.raises(UserError, match=r"sources\[0\]"):
-        make_loader(moved).load_state_dict(state)
+    make_loader(write_shards(tmp_path / "moved", [5, 5], LENGTHS), streaming=True).load_state_dict(state)
+
+
+def test_a_later_shard_that_changed_is_noticed(tmp_path):
+    """No row of it is read when a run starts."""
+    corpus = write_shards(tmp_path / "rows", [5, 5, 5], LENGTHS)
+    state = merge_state_dicts([make_loader(corpus, streaming=True).state_dict()])
+    last = tmp_path / "rows" / "2.jsonl"
+    content = last.read_text()
+    last.write_text(content + json.dumps({"text": "7 8"}) + "\n")
+    with pytest.raises(UserError, match=r"rows/\*.jsonl\*: \d+ bytes in the checkpoint, \d+ now"):
+        make_loader(corpus, streaming=True).load_state_dict(state)
+    last.write_text(content)
+    make_loader(corpus, streaming=True).load_state_dict(state)
+    last.rename(tmp_path / "rows" / "1z.jsonl")
+    with pytest.raises(UserError, match="as many files as in the checkpoint, with other names"):
+        make_loader(corpus, streaming=True).load_state_dict(state)
+
+
+def test_positions_that_mean_something_else_cannot_be_ignored(tmp_path):
+    corpus = write_shards(tmp_path / "two", [5, 5], LENGTHS)
+    more = write_shards(tmp_path / "three", [5, 5, 5], LENGTHS)
+    options = {"ignore_data_fingerprint": True}
+    streamed, saved = (
+        merge_state_dicts([make_loader(corpus, streaming=streaming).state_dict()]) for streaming in (True, False)
+    )
+    with pytest.raises(UserError, match=r"is not streamed now, but was up to"):
+        make_loader(corpus, **options).load_state_dict(streamed)
+    with pytest.raises(UserError, match=r"is streamed now, but was not up to"):
+        make_loader(corpus, streaming=True, **options).load_state_dict(saved)
+    with pytest.raises(UserError, match="2 shards in the checkpoint, 3 now"):
+        make_loader(more, streaming=True, **options).load_state_dict(streamed)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -161,6 +187,8 @@ def test_remote_shards_give_what_local_ones_do(server, num_workers):
     files = [f"{address}/{number}.jsonl{'.gz' if number % 2 else ''}" for number in range(3)]
     expected = Ranks(local, 1, streaming=True).step_hashes(3)
     ranks = Ranks("json", 1, streaming=True, num_workers=num_workers, data_files=files)
+    (source,) = ranks.loaders[0].plan.sources
+    assert source.file_sizes() == [path.stat().st_size for path in sorted(folder.iterdir())]
     assert ranks.step_hashes(3) == expected
     ranks.close()
 

@@ -1,4 +1,5 @@
 import itertools
+import threading
 from collections import Counter
 
 import numpy as np
@@ -142,3 +143,18 @@ def test_a_source_without_any_text_is_an_error(texts):
     plan = make_plan(texts, 4, 2, skip_bad_rows=True)
     with pytest.raises(UserError, match="no row holds any text"):
         read(plan, 1)
+
+
+def test_a_stream_that_meets_empty_rows_only_is_told_from_a_source_without_text():
+    plan = make_plan(["1 2"] * 9 + [""], 4, 60, shuffle="none")
+    with pytest.raises(UserError, match="one of the 60 streams meets rows without text only"):
+        read(plan, 60)
+
+
+@pytest.mark.parametrize("num_streams, expected", [(1, False), (2, True), (3, False), (5, True)])
+def test_a_look_for_streams_without_tokens_leaves_no_thread(num_streams, expected):
+    plan = make_plan(["", "1", "", "2"], 4, num_streams, shuffle="none", max_epochs=2)
+    reader = StreamReader(plan, list(range(num_streams)), [StreamState() for _ in range(num_streams)])
+    before = set(threading.enumerate())  # other tests' threads may end meanwhile
+    assert reader.has_empty_stream() == expected
+    assert set(threading.enumerate()) <= before

@@ -1,13 +1,21 @@
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import datasets
 import pytest
 import torch
 
+from flame.data import workers
+from flame.data.streams import StreamReader
+
 from .corpus import make_loader, numbered_texts
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -58,6 +66,22 @@ def test_more_workers_than_streams(corpus):
     loader.next_step()
     assert len(multiprocessing.active_children()) == 2
     loader.close()
+
+
+def test_short_sequences_share_messages_that_grow(corpus, monkeypatch):
+    monkeypatch.setattr(workers, "TOKENS_PER_MESSAGE", 64)
+    loader = make_loader(corpus, num_streams=2, seq_len=16)
+    messages = iter(workers._WorkerDataset(StreamReader(loader.plan, [0, 1], list(loader.states.values()))))
+    assert [len(next(messages)) for _ in range(5)] == [1, 2, 4, 4, 4]
+
+
+def test_an_open_pool_does_not_keep_the_process(corpus):
+    script = (
+        "from tests.data.corpus import make_loader\n"
+        f"loader = make_loader({corpus!r}, num_workers=2)\nloader.next_step()\nprint('made')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout == "made\n", done.stderr
 
 
 def test_workers_end_at_once(corpus):

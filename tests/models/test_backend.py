@@ -15,7 +15,17 @@ from flame.models.backend import check_supported, resolve_backend, setup_backend
 from flame.models.reference import activations, delta_rule, norms
 from flame.paths import find_resource
 
-FAMILIES = backend.REFERENCE_FAMILIES
+FAMILIES = (*backend.REFERENCE_FAMILIES, "hybrid")
+HYBRID = {"attn": {"layers": [1], "num_heads": 2, "num_kv_heads": 1, "window_size": 8}}
+# What a tiny model of the family needs besides fewer and smaller layers.
+TINY = {
+    "gated_deltanet": {"head_dim": 16},
+    "hgrn2": {"expand_ratio": 16},
+    "hybrid": HYBRID | {"head_dim": 16},
+    "kda": {"head_dim": 16},
+    "mamba2": {"head_dim": 16, "num_heads": 4},
+    "samba": HYBRID,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +38,7 @@ def tiny_model(family, **overrides):
     setup_backend("reference", "cpu")
     config = json.loads(find_resource(f"configs/debug/{family}.json").read_text())
     config |= {"num_hidden_layers": 2, "hidden_size": 32, "num_heads": 2, "vocab_size": 64, "intermediate_size": 48}
-    config |= {"head_dim": 16} if family == "gated_deltanet" else {}
+    config |= TINY.get(family, {})
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**(config | overrides))).eval()
 
@@ -104,9 +114,43 @@ def test_families_without_reference_operators_are_refused():
     for family in supported_model_types("reference"):
         check_supported(AutoConfig.for_model(family), "reference")
     check_supported(LlamaConfig(), "reference")
-    check_supported(AutoConfig.for_model("rwkv7"), "triton")
-    with pytest.raises(UserError, match="'rwkv7'; it runs delta_net, gated_deltanet, gla, transformer"):
-        check_supported(AutoConfig.for_model("rwkv7"), "reference")
+    check_supported(AutoConfig.for_model("rwkv6"), "triton")
+    with pytest.raises(UserError, match="'rwkv6'; it runs delta_net, gated_deltanet, gla"):
+        check_supported(AutoConfig.for_model("rwkv6"), "reference")
+
+
+@pytest.mark.parametrize(("family", "mode"), [("gla", "fused_chunk"), ("hgrn2", "fused_chunk"), ("retnet", "parallel")])
+def test_modes_that_a_layer_does_not_carry_out_are_refused(family, mode):
+    setup_backend("auto", "cpu")
+    for name in ("reference", "triton"):
+        with pytest.raises(UserError, match=f"attn_mode '{mode}' of model_type '{family}' is refused"):
+            check_supported(AutoConfig.for_model(family, attn_mode=mode), name)
+
+
+@pytest.mark.parametrize("family", ["comba", "gated_deltanet", "gated_deltaproduct", "kda", "mom", "precond_kda"])
+def test_a_mode_that_a_layer_only_decodes_in_is_refused(family):
+    setup_backend("auto", "cpu")
+    check_supported(AutoConfig.for_model(family), "triton")
+    with pytest.raises(UserError, match=f"attn_mode 'fused_recurrent' of model_type '{family}' is refused: .*train"):
+        check_supported(AutoConfig.for_model(family, attn_mode="fused_recurrent"), "triton")
+
+
+@pytest.mark.parametrize("family", ["mom", "rwkv7"])
+def test_softmax_layers_that_a_family_cannot_call_are_refused(family):
+    """Their blocks take one more result from a mixer than FLA's softmax attention gives."""
+    setup_backend("auto", "cpu")
+    check_supported(AutoConfig.for_model(family, attn={"layers": [], "num_heads": 4}), "triton")
+    with pytest.raises(UserError, match=f"attn of model_type '{family}' is refused: .*no softmax layers"):
+        check_supported(AutoConfig.for_model(family, attn={"layers": [1], "num_heads": 4}), "triton")
+
+
+@pytest.mark.parametrize("window_size", [0, -1, 2.5, "64", True])
+def test_a_window_that_holds_no_key_is_refused(window_size):
+    """FLA's layers take 0 for no window at all while they train, and for an empty cache when they decode."""
+    setup_backend("auto", "cpu")
+    check_supported(AutoConfig.for_model("transformer", window_size=1), "reference")
+    with pytest.raises(UserError, match=f"window_size {window_size!r} of model_type 'transformer'.* or null"):
+        check_supported(AutoConfig.for_model("transformer", window_size=window_size), "reference")
 
 
 def test_a_family_built_on_flash_attn_is_refused_without_it(monkeypatch):
@@ -161,11 +205,18 @@ def test_changing_a_document_leaves_the_others_logits_bit_equal(family):
     torch.testing.assert_close(logits[:, 3:80], alone, rtol=1e-4, atol=1e-5)
 
 
-HYBRID = {"attn": {"layers": [1], "num_heads": 2, "num_kv_heads": 1, "window_size": 8}}
 VARIANTS = {
     "gated_deltanet": [{}, {"num_v_heads": 4, "allow_neg_eigval": True}, {"use_gate": False}, HYBRID],
+    "hybrid": [{}],
+    "hgrn2": [{}, {"use_short_conv": True}, HYBRID],
+    "gsa": [{}, {"use_short_conv": True, "num_kv_heads": 1}, {"feature_map": "relu"}],
+    "retnet": [{}, {"num_kv_heads": 1, "feature_map": "silu", "use_output_gate": False}, {"attn_mode": "fused_chunk"}],
+    "kda": [{}, {"num_v_heads": 4, "allow_neg_eigval": True}, {"safe_gate": True, "lower_bound": -5.0}],
     "delta_net": [{}, {"use_gate": True, "use_short_conv": False}],
     "gla": [{}, {"use_short_conv": True, "use_output_gate": False}],
+    "mamba": [{}, {"conv_kernel": 3, "use_conv_bias": False, "hidden_act": "gelu"}],
+    "mamba2": [{}, {"n_groups": 1, "rmsnorm": False, "D_has_hdim": True}, {"dt_limit": (0.0, 0.02)}],
+    "samba": [{}],
     "transformer": [{}, {"num_kv_heads": 1, "window_size": 8, "qk_norm": True}],
 }
 

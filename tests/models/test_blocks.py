@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from flame.errors import UserError
-from flame.models.blocks import find_blocks
+from flame.models.blocks import find_blocks, independent_blocks
 from tests.models.families import FAMILIES, build_eagerly, tiny_config
 
 
@@ -56,6 +56,32 @@ def test_split_backbone():
     model.lower = nn.ModuleList([Block(), Block()])
     model.upper = nn.ModuleList([nn.Sequential(nn.Linear(4, 16))])
     assert names(model) == ["lower.0", "lower.1", "upper.0"]
+
+
+def test_encoder_and_decoder():
+    model = nn.Module()
+    model.encoder, model.decoder = Backbone("layers"), Backbone("layers")
+    assert names(model) == ["encoder.layers.0", "encoder.layers.1", "decoder.layers.0", "decoder.layers.1"]
+
+
+def test_a_small_second_list_stays_with_the_rest():
+    model = Backbone("layers")
+    model.experts = nn.ModuleList([nn.Sequential(nn.Linear(2, 2))])
+    assert names(model) == ["layers.0", "layers.1"]
+
+
+def test_blocks_that_share_weights_are_no_units():
+    model = Backbone("layers")
+    model.layers.extend([Block(), Block()])
+    blocks = find_blocks(model)
+    assert independent_blocks(model, blocks) == blocks
+    model.layers[1].mlp.weight = model.layers[3].mlp.weight
+    assert [name for name, _ in independent_blocks(model, blocks)] == ["layers.0", "layers.2"]
+    model.extra = model.layers[0].mlp
+    assert [name for name, _ in independent_blocks(model, blocks)] == ["layers.2"]
+    model.layers[2].experts[0] = model.layers[1].experts[0]
+    with pytest.raises(UserError, match="every block of Backbone shares weights"):
+        independent_blocks(model, find_blocks(model))
 
 
 def test_no_blocks_is_an_error():

@@ -85,6 +85,20 @@ def test_refused_values_are_the_users():
         build_model(config)
 
 
+@pytest.mark.parametrize(
+    ("family", "values", "reason"),
+    [
+        ("GLA", {"feature_map": "elu"}, r"KeyError: 'elu', in .*ACT2FN\[feature_map\]"),
+        ("RetNet", {"hidden_act": "sqrelu"}, r"KeyError: 'sqrelu', in .*gate_fn"),
+        ("Samba", {"rescale_prenorm_residual": True}, r"AttributeError: 'SambaConfig'.*'num_layers', in .*num_layers"),
+        ("DeltaNet", {"qk_norm": None}, r"AssertionError, in assert self\.qk_norm in"),
+    ],
+)
+def test_a_refusal_without_words_shows_the_line_that_refused(family, values, reason):
+    with pytest.raises(UserError, match=reason):
+        build_model(tiny_config(family, **values))
+
+
 def test_documents_longer_than_learned_positions_are_refused():
     config = AutoConfig.for_model("gpt2", n_embd=32, n_layer=1, n_head=2, vocab_size=64, n_positions=16)
     model = build_model(config).model

@@ -9,6 +9,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from flame.models.backend import REFERENCE_FAMILIES, setup_backend, uninstall
 from flame.paths import find_resource
 
+# What a tiny model of the family needs besides fewer and smaller layers.
+TINY = {
+    "gated_deltanet": {"head_dim": 16},
+    "mamba2": {"head_dim": 16, "num_heads": 4},
+    "samba": {"attn": {"layers": [1], "num_heads": 2, "window_size": 8}},
+}
+
 
 @pytest.fixture(autouse=True, scope="module")
 def reference_backend():
@@ -27,7 +34,7 @@ def spread_model(family):
         "vocab_size": 64,
         "tie_word_embeddings": False,
     }
-    config |= {"head_dim": 16} if family == "gated_deltanet" else {}
+    config |= TINY.get(family, {})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).eval()
     with torch.no_grad():

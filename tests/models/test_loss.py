@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
 from flame.errors import UserError
-from flame.models.backend import setup_backend, uninstall
-from flame.models.loss import attach_training_forward, check_causal, check_varlen_support, document_position_ids
+from flame.models.backend import REFERENCE_FAMILIES, setup_backend, uninstall
+from flame.models.loss import attach_training_forward
+from flame.models.native_attention import document_indices, document_position_ids
+from flame.models.proofs import check_causal, check_varlen_support, no_weight_zero
 from flame.paths import find_resource
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "intermediate_size": 48}
@@ -108,9 +110,12 @@ def test_attaching_works_on_meta_and_renames_nothing():
     assert list(model.state_dict()) == names
 
 
-@pytest.mark.parametrize("family", ["gated_deltanet", "delta_net", "gla", "transformer"])
+@pytest.mark.parametrize("family", REFERENCE_FAMILIES)
 def test_fla_families_keep_documents_apart(family):
-    check_varlen_support(attach_training_forward(fla_model(family)), "cpu")
+    config = json.loads(find_resource(f"configs/debug/{family}.json").read_text())
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    with no_weight_zero(model):
+        check_varlen_support(attach_training_forward(model), "cpu")
 
 
 def test_a_native_model_keeps_documents_apart_bit_for_bit():
@@ -166,6 +171,7 @@ def test_an_encoder_is_refused_and_decoders_are_not(dtype):
 def test_positions_restart_at_each_document():
     positions = document_position_ids(torch.tensor([0, 1, 4, 6], dtype=torch.int32), 6)
     assert positions.tolist() == [[0, 0, 1, 2, 0, 1]]
+    assert document_indices(torch.tensor([0, 1, 4, 6]), 6).tolist() == [[0, 1, 1, 1, 2, 2]]
 
 
 def test_router_losses_and_other_shapes_are_refused():

@@ -105,6 +105,16 @@ def test_faults_in_the_file(write, values, message):
     assert path in str(caught.value)
 
 
+def test_a_saved_config_reads_back(write, caplog):
+    """FLA keeps gsa's expand_k under another name than it takes it; JSON has no infinity."""
+    for config in (AutoConfig.for_model("gsa", expand_k=0.5), AutoConfig.for_model("mamba2", hidden_size=64)):
+        saved = json.loads(config.to_json_string(use_diff=False))
+        again = load_model_config(section(write(saved)))
+        assert json.loads(again.to_json_string(use_diff=False)) == saved
+    assert again.dt_limit[1] == float("inf")
+    assert "does not use" not in caplog.text
+
+
 def test_unknown_keys_are_named(write, caplog):
     load_model_config(section(write(TINY | {"colour": "red"})))
     assert "does not use colour" in caplog.text

@@ -12,7 +12,7 @@ import pytest
 
 from tests.runs.harness import Job, run_jobs
 
-FAMILIES = ("transformer", "gla", "gated_deltanet", "delta_net")
+FAMILIES = ("transformer", "gla", "gated_deltanet", "delta_net", "rwkv7")  # rwkv7: layers also hand on values
 # A family of transformers itself: documents are kept apart by position ids, and proven so before training.
 LLAMA = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -58,6 +58,11 @@ def test_two_ranks_equal_one_with_twice_the_accumulation(pairs, name):
     assert one.series("tokens") == two.series("tokens")
     losses = one.series("loss")
     assert losses[0] > 8 and losses[-1] < losses[0], "the runs must learn, or agreeing means nothing"
+
+
+def test_the_log_says_how_many_blocks_fsdp_took(pairs):
+    log = (pairs["llama"][0].folder / "logs" / "train.log").read_text()
+    assert "FSDP: 2 blocks, each a unit of its own, sharded over 1" in log
 
 
 @pytest.fixture(scope="module")

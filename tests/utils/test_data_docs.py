@@ -52,10 +52,11 @@ def test_preprocess_and_reshard(tmp_path, monkeypatch):
 
 def test_benchmark_data(tmp_path, capsys):
     assert documented("utils/benchmark_data.py") == [[]]
-    small = ["--tokens=200000", "--pairs=1", "--workers=0,2", "--seq_lens=256", "--start_rows=5000"]
+    small = ["--tokens=50000", "--pairs=1", "--workers=0,2", "--seq_lens=256", "--start_rows=5000"]
+    small += ["--modes=single,streaming,mixture"]
     assert load_script("benchmark_data").main([*small, "--json", str(tmp_path / "figures.json")]) == 0
     figures = json.loads((tmp_path / "figures.json").read_text())
-    assert len(figures["speed"]) == 8 and all(row["share"] > 0.05 for row in figures["speed"])
+    assert len(figures["speed"]) == 11 and all(row["share"] > 0.05 for row in figures["speed"])
     assert figures["start"].keys() == {"10", "1000000"}
     output = capsys.readouterr().out
-    assert output.count("| paragraphs | 256 | on |") == 2 and "| 1,000,000 | " in output
+    assert output.count("| single | paragraphs | 256 | on |") == 2 and "| 1,000,000 | " in output

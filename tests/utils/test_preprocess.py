@@ -1,4 +1,4 @@
-"""Tokenizing ahead of training: the same batches, in parallel, and going on after an interruption."""
+"""Tokenising ahead of training: the same batches, in parallel, and going on after an interruption."""
 
 import json
 import os
@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -89,7 +90,7 @@ def test_finished_work_is_not_done_again(rows, tmp_path, capsys, monkeypatch):
     assert "goes on from here" in capsys.readouterr().err
     assert not (tmp_path / "data").exists()
     assert run(rows, tmp_path / "data", "--num_workers", "1", "--add_eos", "false") == 2
-    assert "begun with other settings (tokenizer)" in capsys.readouterr().err
+    assert "begun with other input or options (tokenizer closing: [0] then, [] now)" in capsys.readouterr().err
 
     def note_and_write(self, part):
         written.append(part.path.name)
@@ -102,6 +103,20 @@ def test_finished_work_is_not_done_again(rows, tmp_path, capsys, monkeypatch):
     assert "finished already" in capsys.readouterr().out
     assert len(written) == 10
     assert step_hashes(capsys, str(tmp_path / "data")) == step_hashes(capsys, rows)
+
+
+def test_an_input_that_changed_since_is_noticed(rows, tmp_path, capsys, monkeypatch):
+    """The rows that are compared stay: the change is in one that is not looked at."""
+    assert run(rows, tmp_path / "data") == 0
+    monkeypatch.setattr(command.PartWriter, "write", lambda self, part: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert run(rows, tmp_path / "begun", "--num_workers", "1") == 130
+    path = Path(rows)
+    path.write_text(path.read_text().replace("word2 ", "word3 "))
+    capsys.readouterr()
+    for folder, how in [("data", "was made"), ("begun", "was begun")]:
+        assert run(rows, tmp_path / folder) == 2
+        message = capsys.readouterr().err
+        assert how in message and "input rows.jsonl: " in message and "delete it, or give another folder" in message
 
 
 def test_a_killed_run_goes_on_and_leaves_no_process(tmp_path):

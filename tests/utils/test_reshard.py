@@ -84,7 +84,7 @@ def test_finished_shards_are_not_written_again(script, data, tmp_path, capsys, m
     assert script.main([*arguments, "6"]) == 130
     assert not (tmp_path / "out").exists()
     assert script.main([*arguments, "7"]) == 2
-    assert "begun with other settings (num_shards)" in capsys.readouterr().err
+    assert "begun with other input or options (num_shards: 6 then, 7 now)" in capsys.readouterr().err
 
     def note_and_write(self, part):
         written.append(part.path.name)
@@ -98,7 +98,40 @@ def test_finished_shards_are_not_written_again(script, data, tmp_path, capsys, m
     assert script.main([*arguments, "6"]) == 0
     assert "finished already" in capsys.readouterr().out
     assert script.main([*arguments, "7"]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "made with other input or options (num_shards: 6 then, 7 now)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "glob", "saved"])
+def test_an_input_that_changed_since_is_noticed(script, tmp_path, capsys, kind):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for number in range(2):
+        write_jsonl(folder / f"{number}.jsonl", [f"{number} {row}" for row in range(9)])
+    data = {"file": folder / "1.jsonl", "folder": folder, "glob": folder / "*.jsonl", "saved": tmp_path / "saved"}[kind]
+    if kind == "saved":
+        datasets.Dataset.from_list(ROWS).save_to_disk(data)
+    arguments = ["--data", str(data), "--output", str(tmp_path / "out"), "--quiet", "--num_shards", "3"]
+    assert script.main(arguments) == 0 and script.main(arguments) == 0
+    assert "finished already" in capsys.readouterr().out
+    if kind == "saved":
+        datasets.Dataset.from_list(ROWS[:5] + ROWS[4:5] + ROWS[6:]).save_to_disk(data)
+    else:
+        write_jsonl(folder / "1.jsonl", [f"1 {3 if row == 2 else row}" for row in range(9)])
+    assert script.main(arguments) == 2
+    message = capsys.readouterr().err
+    assert "delete it, or give another folder" in message
+    assert "(input " in message and ("(input 1.jsonl: " in message or kind == "saved")
+
+
+def test_the_output_does_not_become_input(script, tmp_path, capsys):
+    write_jsonl(tmp_path / "rows.jsonl", ["a"])
+    arguments = ["--data", str(tmp_path), "--output", str(tmp_path / "out"), "--num_shards", "1", "--quiet"]
+    assert script.main(arguments) == 2
+    assert "lies in the input folder" in capsys.readouterr().err
+
+
+def write_jsonl(path, texts: list[str]) -> None:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
 def test_faults_are_readable(script, data, tmp_path, capsys):

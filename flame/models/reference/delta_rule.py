@@ -12,6 +12,7 @@ between two positions, which is <= 0: nothing overflows however strong the decay
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,30 +70,20 @@ def chunk_gated_delta_rule(
     """
     if cp_context is not None:
         raise UserError("the reference backend does not have context parallelism for the gated delta rule")
-    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
-        raise UserError("allow_neg_eigval needs use_beta_sigmoid_in_kernel")
-    if v.shape[2] % k.shape[2]:
-        raise UserError(f"{v.shape[2]} value heads is not a multiple of {k.shape[2]} key heads")
-    dtype = compute_dtype(q, k, v, g, beta)
-    g, beta = g.to(dtype), beta.to(dtype)
+    dtype, out_dtype = compute_dtype(q, k, v, g, beta), q.dtype
+    check_heads(k, v)
+    beta = writing_strength(beta.to(dtype), use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    g = g.to(dtype)
     if use_gate_in_kernel:
         g = decay_gate(g, A_log.to(dtype), None if dt_bias is None else dt_bias.to(dtype))
-    if use_beta_sigmoid_in_kernel:
-        beta = beta.sigmoid() * (2 if allow_neg_eigval else 1)
-    out_dtype = q.dtype
     if use_qk_l2norm_in_kernel:
         q, k = l2norm(q.to(dtype)), l2norm(k.to(dtype))
     layout = ChunkLayout.build(document_lengths(*q.shape[:2], cu_seqlens), q.device, chunk_size)
-    num_groups = v.shape[2] // k.shape[2]
-
-    def to_chunks(x: Tensor) -> Tensor:  # [B, T, H or HV, ...] -> [num_chunks, HV, C, ...]
-        x = layout.pad(x.to(dtype).flatten(0, 1)).transpose(1, 2)
-        return x if x.shape[1] == v.shape[2] else x.repeat_interleave(num_groups, dim=1)
-
+    to_chunks = partial(layout.to_chunks, dtype=dtype, num_heads=v.shape[2])
     q_chunks = to_chunks(q) * (k.shape[-1] ** -0.5 if scale is None else scale)
     state = initial_states(initial_state, layout, (v.shape[2], k.shape[3], v.shape[3]), state_v_first, like=q_chunks)
     o, finished = _scan_chunks(q_chunks, *map(to_chunks, (k, v, g, beta)), state, layout.active)
-    o = layout.unpad(o.transpose(1, 2)).view_as(v).to(out_dtype)
+    o = layout.from_chunks(o, like=v).to(out_dtype)
     return o, final_states(finished, layout, state_v_first) if output_final_state else None
 
 
@@ -152,6 +143,19 @@ def decay_gate(x: Tensor, A_log: Tensor, dt_bias: Tensor | None) -> Tensor:
     return -A_log.exp() * F.softplus(x if dt_bias is None else x + dt_bias)
 
 
+def check_heads(k: Tensor, v: Tensor) -> None:
+    """Refuse value heads that do not share key heads evenly; k [B, T, H, K], v [B, T, HV, V]."""
+    if v.shape[2] % k.shape[2]:
+        raise UserError(f"{v.shape[2]} value heads is not a multiple of {k.shape[2]} key heads")
+
+
+def writing_strength(beta: Tensor, use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool) -> Tensor:
+    """beta, or from its logit sigmoid(beta), doubled with `allow_neg_eigval`."""
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        raise UserError("allow_neg_eigval needs use_beta_sigmoid_in_kernel")
+    return beta.sigmoid() * (2 if allow_neg_eigval else 1) if use_beta_sigmoid_in_kernel else beta
+
+
 def _scan_chunks(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, active: list[int]
 ) -> tuple[Tensor, list[Tensor]]:
@@ -172,14 +176,40 @@ def _scan_chunks(
     between = (total[..., :, None] - total[..., None, :]).to(dtype)
     between = between.masked_fill(ones.triu(1), -torch.inf).exp()  # [M, H, C, C], 0 above the diagonal
 
-    system = (k @ k.transpose(-1, -2) * between * beta[..., None]).tril(-1)
-    right = torch.cat([v * beta[..., None], k * (beta * from_start)[..., None]], dim=-1)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    u_own, w = solved.split([v.shape[-1], k.shape[-1]], dim=-1)  # u = u_own - w S, S the state at the chunk's start
+    system = k @ k.transpose(-1, -2) * between * beta[..., None]
+    u_own, w = solve_writes(system, v * beta[..., None], k * (beta * from_start)[..., None])
     keys_to_end = (k * to_end[..., None]).transpose(-1, -2)
-    decay = from_start[..., -1, None, None]
+    states, writes, finished = scan_writes(u_own, w, keys_to_end, from_start[..., -1, None, None], state, active)
+    attention = q @ k.transpose(-1, -2) * between
+    return (q * from_start[..., None]) @ states + attention @ writes, finished
 
-    states, writes, finished = [], [], []
+
+def solve_writes(system: Tensor, values: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """What a chunk writes as a function of the state S at its start: u = u_own - w S.
+
+    Args:
+        system: [M, H, C, C] decayed products of keys times beta of the row; only what is below the diagonal counts.
+        values: [M, H, C, V] times beta; keys: [M, H, C, K] times beta and the decay since the chunk's start.
+
+    Returns:
+        u_own [M, H, C, V] and w [M, H, C, K].
+    """
+    right = torch.cat([values, keys], dim=-1)
+    solved = torch.linalg.solve_triangular(system.tril(-1), right, upper=False, unitriangular=True)
+    return solved.split([values.shape[-1], keys.shape[-1]], dim=-1)
+
+
+def scan_writes(
+    u_own: Tensor, w: Tensor, keys_to_end: Tensor, decay: Tensor, state: Tensor, active: list[int]
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """States [M, H, K, V] at the chunks' starts, writes u [M, H, C, V], and finished documents' states.
+
+    Args:
+        u_own, w: of `solve_writes`; keys_to_end: [M, H, K, C]; decay: [M, H, K or 1, 1] through the whole chunk.
+        state: [N, H, K, V] at the documents' starts.
+        active: documents with a chunk at each step.
+    """
+    states, writes, finished = [u_own.new_zeros(0, *state.shape[1:])], [u_own[:0]], []
     inputs = zip(*(x.split(active) for x in (u_own, w, keys_to_end, decay)), strict=True)
     for u_step, w_step, key_step, decay_step in inputs:
         if len(u_step) < len(state):
@@ -190,8 +220,4 @@ def _scan_chunks(
         writes.append(write)
         state = decay_step * state + key_step @ write
     finished.append(state)
-    if not states:
-        return torch.zeros_like(v), finished
-    attention = q @ k.transpose(-1, -2) * between
-    o = (q * from_start[..., None]) @ torch.cat(states) + attention @ torch.cat(writes)
-    return o, finished
+    return torch.cat(states), torch.cat(writes), finished

@@ -70,6 +70,26 @@ def group_norm(
     return (y, residual_out) if prenorm else y
 
 
+def layer_norm_linear(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    residual: Tensor | None = None,
+    eps: float = 1e-5,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    is_rms_norm: bool = False,
+    num_groups: int = 1,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`group_norm` followed by a linear layer [D_out, D] in x's dtype."""
+    y = group_norm(x, norm_weight, norm_bias, residual, eps, prenorm, residual_in_fp32, is_rms_norm, num_groups)
+    y, residual_out = y if prenorm else (y, None)
+    y = F.linear(y, linear_weight.to(y.dtype), None if linear_bias is None else linear_bias.to(y.dtype))
+    return (y, residual_out) if prenorm else y
+
+
 def rms_norm_gated(
     x: Tensor,
     g: Tensor,

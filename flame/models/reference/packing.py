@@ -88,6 +88,15 @@ class ChunkLayout:
         x = x.reshape(self.num_chunks * self.chunk_size, *x.shape[2:])
         return x if self.slots is None else _Gather.apply(x, self.slots)
 
+    def to_chunks(self, x: Tensor, dtype: torch.dtype, num_heads: int | None = None) -> Tensor:
+        """[B, T, H, ...] -> [num_chunks, num_heads, C, ...] in `dtype`; heads repeat for those that share them."""
+        x = self.pad(x.to(dtype).flatten(0, 1)).transpose(1, 2)
+        return x if num_heads in (None, x.shape[1]) else x.repeat_interleave(num_heads // x.shape[1], dim=1)
+
+    def from_chunks(self, x: Tensor, like: Tensor) -> Tensor:
+        """[num_chunks, H, C, V] -> [B, T, H, V], the shape of `like`."""
+        return self.unpad(x.transpose(1, 2)).view_as(like)
+
 
 class _Scatter(torch.autograd.Function):
     """Rows [T, ...] to distinct rows of a zero [num_rows, ...].
@@ -144,3 +153,25 @@ def final_states(finished: list[Tensor], layout: ChunkLayout, v_first: bool) -> 
     """Caller-ordered final states from those of documents in the order in which they finish the scan (last first)."""
     state = torch.cat(finished[::-1]).index_select(0, layout.order.argsort())
     return state.transpose(-1, -2).contiguous() if v_first else state
+
+
+def scan_states(decay: Tensor, writes: Tensor, state: Tensor, active: list[int]) -> tuple[Tensor, list[Tensor]]:
+    """States at the start of every chunk [M, H, K, V] of S -> decay S + write, and those of finished documents.
+
+    Args:
+        decay: [M, H, ...], broadcast over [H, K, V]; writes: [M, H, K, V]; M chunks in `ChunkLayout` order.
+        state: [N, H, K, V] at the documents' starts, in scan order.
+        active: documents with a chunk at each step.
+
+    Returns:
+        The start states, and the final states in the order in which documents finish, for `final_states`.
+    """
+    states, finished = [writes[:0]], []
+    for decay_step, write_step in zip(decay.split(active), writes.split(active), strict=True):
+        if len(write_step) < len(state):
+            finished.append(state[len(write_step) :])
+            state = state[: len(write_step)]
+        states.append(state)
+        state = torch.addcmul(write_step, decay_step, state)
+    finished.append(state)
+    return torch.cat(states), finished

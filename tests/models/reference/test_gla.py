@@ -4,9 +4,14 @@ import pytest
 import torch
 
 from flame.errors import UserError
-from flame.models.reference.gla import chunk_gla, fused_chunk_gla, fused_recurrent_gla
+from flame.models.reference.gla import chunk_gla, fused_recurrent_gla
 from tests.models.reference import recurrences
-from tests.models.reference.recurrences import CU_SEQLENS, assert_same_with_gradients
+from tests.models.reference.recurrences import (
+    CU_SEQLENS,
+    assert_nan_stays_in_its_document,
+    assert_same_with_gradients,
+    decode,
+)
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
@@ -74,33 +79,42 @@ def test_a_chunk_whose_decay_overflows_exp_is_right():
 
 
 def test_decoding_token_by_token_equals_the_whole_sequence():
-    inputs = make_inputs((0, 20, 40))
-    rows = {name: x.view(2, 20, *x.shape[1:]) for name, x in inputs.items() if name != "state"}
+    rows = {name: x.view(2, 20, *x.shape[1:]) for name, x in make_inputs((0, 20, 40)).items() if name != "state"}
     whole, final = chunk_gla(**rows, output_final_state=True, state_v_first=True)
-    state, outputs = None, []
-    for t in range(20):
-        q, k, v, g = (rows[name][:, t : t + 1] for name in "qkvg")
-        o, state = fused_recurrent_gla(q, k, v, gk=g, initial_state=state, output_final_state=True, state_v_first=True)
-        outputs.append(o)
-    torch.testing.assert_close(torch.cat(outputs, dim=1), whole, rtol=1e-12, atol=1e-12)
+
+    def step(token, state):
+        gk = token.pop("g")
+        return fused_recurrent_gla(**token, gk=gk, initial_state=state, output_final_state=True, state_v_first=True)
+
+    decoded, state = decode(step, rows)
+    torch.testing.assert_close(decoded, whole, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(state, final, rtol=1e-12, atol=1e-12)
 
 
-def test_changing_a_document_leaves_the_others_bit_equal():
-    inputs = {name: x.float() for name, x in make_inputs(CU_SEQLENS).items()}
-    changed = {name: x.clone() for name, x in inputs.items()}
-    start, end = CU_SEQLENS[3:5]
-    for name in "qkvg":
-        changed[name][start:end] = torch.nan
-    o, o_changed = (chunked(CU_SEQLENS)(**x)[0] for x in (inputs, changed))
-    others = torch.ones(CU_SEQLENS[-1], dtype=torch.bool)
-    others[start:end] = False
-    assert torch.equal(o[others], o_changed[others])
+def test_nan_in_a_document_leaves_the_others_bit_equal():
+    assert_nan_stays_in_its_document(chunked(CU_SEQLENS), make_inputs(CU_SEQLENS), "qkvg")
 
 
-def test_fused_chunk_is_the_chunk_form():
-    rows = {name: x[None] for name, x in make_inputs((0, 30)).items() if name != "state"}
-    assert torch.equal(fused_chunk_gla(**rows)[0], chunk_gla(**rows)[0])
+@DTYPES
+@pytest.mark.parametrize("channels", ["values", "keys and values"])
+@pytest.mark.parametrize("decay", ["mild", "strong", "mixed"])
+def test_decays_of_value_channels(decay, channels, dtype):
+    inputs = make_inputs(CU_SEQLENS, decay)
+    inputs["gv"] = make_inputs(CU_SEQLENS, decay, head_dim=6)["g"].flip(0)
+    if channels == "values":
+        del inputs["g"]
+
+    def run(q, k, v, state, gv, g=None):
+        options = dict(initial_state=state, output_final_state=True, cu_seqlens=torch.tensor(CU_SEQLENS))
+        rows = {name: x if x is None else x[None] for name, x in dict(q=q, k=k, v=v, gk=g, gv=gv).items()}
+        o, final = fused_recurrent_gla(**rows, **options)
+        return o[0], final
+
+    def expected(q, k, v, state, gv, g=None):
+        g = torch.zeros_like(k) if g is None else g
+        return recurrences.gated_linear_attention(q, k, v, g, 8**-0.5, state, list(CU_SEQLENS), gv)
+
+    assert_same_with_gradients(run, expected, inputs, TOLERANCE[dtype], dtype)
 
 
 def test_what_is_not_there_is_refused():

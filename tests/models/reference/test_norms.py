@@ -51,6 +51,22 @@ def test_group_norm(is_rms_norm, dtype):
 
 
 @DTYPES
+@pytest.mark.parametrize("is_rms_norm", [False, True])
+def test_norm_before_a_linear_layer(is_rms_norm, dtype):
+    def run(linear_weight, linear_bias, residual, weight, bias, x):
+        options = dict(residual=residual, eps=1e-3, prenorm=True, is_rms_norm=is_rms_norm)
+        return norms.layer_norm_linear(x, weight, bias, linear_weight, linear_bias, **options)
+
+    def expected(linear_weight, linear_bias, residual, weight, bias, x):
+        total = x + residual
+        return normalized(total, weight, bias, 1e-3, not is_rms_norm) @ linear_weight.T + linear_bias, total
+
+    inputs = make_inputs("x", "residual", "weight", "bias")
+    inputs |= {"linear_weight": torch.randn(5, 8).double(), "linear_bias": torch.randn(5).double()}
+    assert_same_with_gradients(run, expected, inputs, TOLERANCE[dtype], dtype)
+
+
+@DTYPES
 @pytest.mark.parametrize("activation", ["swish", "silu", "sigmoid"])
 @pytest.mark.parametrize("name", ["rms_norm_gated", "layer_norm_gated"])
 def test_gated_norm(name, activation, dtype):

@@ -10,20 +10,27 @@ import pytest
 import torch
 
 from flame.models.backend import setup_backend, uninstall
+from flame.paths import find_resource
 
+FAMILIES = sorted(path.stem for path in find_resource("configs/debug").glob("*.json"))
 SCRIPT = Path(__file__).parents[3] / "utils" / "compare_backends.py"
 # What bfloat16 inputs and outputs cost an operator, and a model of four layers; TF32 products in Triton's float32.
 BFLOAT16 = {"operator": 1e-2, "model": 0.1}
 TRITON_FLOAT32 = {"operator": 3e-3, "model": 1e-2}
+# Models whose gradients cancel or are ruled by a few tokens: RetNet's norm divides by outputs near zero at the start of
+# documents (q_1 . k_1 may be 0), and GSA's queries and keys choose among slots that are almost equal before training.
+LOOSER = {"model retnet": 4, "model gsa": 4}
 
 
 @pytest.fixture(scope="module")
 def script():
+    sys.path.insert(0, str(SCRIPT.parent))  # as Python does for a script: its cases lie beside it
     spec = importlib.util.spec_from_file_location("compare_backends", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     sys.modules["compare_backends"] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     yield module
+    sys.path.remove(str(SCRIPT.parent))
     uninstall()
 
 
@@ -31,9 +38,10 @@ def check(rows):
     assert rows
     for row in rows:
         kind = "model" if row.case.startswith("model") else "operator"
-        assert row.reference < (1e-5 if row.dtype == "float32" else BFLOAT16[kind]), row
+        factor = LOOSER.get(row.case, 1)
+        assert row.reference < factor * (1e-5 if row.dtype == "float32" else BFLOAT16[kind]), row
         if row.between is not None:
-            assert row.between < (TRITON_FLOAT32[kind] if row.dtype == "float32" else BFLOAT16[kind]), row
+            assert row.between < factor * (TRITON_FLOAT32[kind] if row.dtype == "float32" else BFLOAT16[kind]), row
 
 
 def test_every_operator_matches_float64(script):
@@ -50,7 +58,7 @@ def test_the_table_has_a_line_a_tensor(script, tmp_path, capsys):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", ["gated_deltanet", "delta_net", "gla", "transformer"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_models_agree_with_triton(script, family):
     check(script.compare(f"model {family}", "cuda"))
 
