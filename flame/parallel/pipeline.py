@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed.pipeline_parallel import build_pipeline_schedule
 
@@ -28,123 +27,8 @@ from flame.errors import UserError
 from flame.fqn import STAGE
 from flame.models.blocks import find_blocks, keep_blocks
 from flame.models.loss import HeadLoss, head_options, packing_arguments
-
-DEGREE = "experimental.pipeline_parallel_degree"
-V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # the last stage lies on the first rank
-
-
-@dataclass(frozen=True)
-class PipelinePlan:
-    """Which blocks each stage has, and which stages each rank.
-
-    Attributes:
-        num_ranks: ranks of a pipeline.
-        stages: numbers of the blocks of each stage.
-        owners: rank of each stage.
-    """
-
-    num_ranks: int
-    stages: list[range]
-    owners: list[int]
-
-    def of_rank(self, rank: int) -> list[int]:
-        """The stages of a rank, in order."""
-        return [stage for stage, owner in enumerate(self.owners) if owner == rank]
-
-    def is_first(self, stage: int) -> bool:
-        return stage == 0
-
-    def is_last(self, stage: int) -> bool:
-        return stage == len(self.stages) - 1
-
-
-def plan_pipeline(model: nn.Module, options: Experimental) -> PipelinePlan:
-    """Cut a model into stages of about equal work, or at the split points that the job names.
-
-    Raises:
-        UserError: an unknown schedule or split point, more stages than blocks, or a number of stages that the schedule
-            does not take.
-    """
-    degree = options.pipeline_parallel_degree
-    blocks = find_blocks(model)
-    is_looped, is_v = _kind_of_schedule(options)
-    points = options.pipeline_parallel_split_points
-    if points:
-        starts = [0, *(_block_number(point, blocks) for point in points)]
-        if sorted(set(starts)) != starts:
-            raise UserError(f"experimental.pipeline_parallel_split_points = {points}: must name later and later blocks")
-    else:
-        num_stages = 2 * degree if is_looped else degree
-        if num_stages > len(blocks):
-            raise UserError(f"{DEGREE} = {degree}: {num_stages} stages of {len(blocks)} blocks; use a lower degree")
-        starts = balanced_starts(_work(model, blocks), num_stages)
-    num_stages = len(starts)
-    per_rank = 2 if is_v else max(num_stages // degree, 1)
-    if num_stages != per_rank * degree or (per_rank > 1) != is_looped:
-        allowed = (
-            f"{2 * degree} stages" if is_v else f"a multiple of {degree}, from {2 * degree} on" if is_looped else degree
-        )
-        raise UserError(
-            f"experimental.pipeline_parallel_split_points = {points}: {num_stages} stages; "
-            f"{options.pipeline_parallel_schedule} on {degree} ranks takes {allowed}"
-        )
-    stages = [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(blocks)], strict=True)]
-    loop = list(range(degree))
-    owners = [*loop, *reversed(loop)] if is_v else loop * per_rank
-    return PipelinePlan(degree, stages, owners)
-
-
-def _kind_of_schedule(options: Experimental) -> tuple[bool, bool]:
-    """Whether each rank has several stages, and whether they lie in a V."""
-    if options.pipeline_parallel_schedule_csv:
-        return True, False
-    name = options.pipeline_parallel_schedule
-    try:
-        schedule = get_schedule_class(name)
-    except ValueError as error:
-        raise UserError(f"experimental.pipeline_parallel_schedule = {name}: {error}") from error
-    return issubclass(schedule, PipelineScheduleMulti), name in V_SHAPED
-
-
-def _block_number(point: str, blocks: list[tuple[str, nn.Module]]) -> int:
-    numbers = [number for number, (name, _) in enumerate(blocks) if name == point or name.endswith(f".{point}")]
-    if len(numbers) != 1:
-        raise UserError(
-            f"experimental.pipeline_parallel_split_points: {point} is no block; "
-            f"they are {blocks[0][0]} to {blocks[-1][0]}"
-        )
-    return numbers[0]
-
-
-def _work(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[float]:
-    """Relative work of each block, by its parameters; that of the output projection counts for the last."""
-    work = [float(sum(parameter.numel() for parameter in block.parameters())) for _, block in blocks]
-    work[-1] += model.get_output_embeddings().weight.numel()
-    return work
-
-
-def balanced_starts(work: Sequence[float], num_stages: int) -> list[int]:
-    """Where each of ``num_stages`` stages begins so that the one with the most work has as little as possible."""
-    count = len(work)
-    totals = [0.0]
-    for each in work:
-        totals.append(totals[-1] + each)
-    best = [totals[stop] for stop in range(count + 1)]  # the most work of a stage, of the first ``stop`` blocks in one
-    cuts: list[list[int]] = []
-    for number in range(2, num_stages + 1):
-        now, cut = [float("inf")] * (count + 1), [0] * (count + 1)
-        for stop in range(number, count + 1):
-            for start in range(number - 1, stop):
-                most = max(best[start], totals[stop] - totals[start])
-                if most < now[stop]:
-                    now[stop], cut[stop] = most, start
-        best = now
-        cuts.append(cut)
-    starts, stop = [], count
-    for cut in reversed(cuts):
-        stop = cut[stop]
-        starts.append(stop)
-    return [0, *reversed(starts)]
+from flame.parallel.pipeline_plan import DEGREE, SCHEDULE, PipelinePlan
+from flame.paths import find_resource
 
 
 def cut_stage(model: nn.Module, plan: PipelinePlan, stage: int) -> nn.Module:
@@ -286,17 +170,25 @@ class Pipeline:
             )
             for stage, part in zip(stages, parts, strict=True)
         ]
+        self.schedule = self._make_schedule(pipeline_stages, options)
+
+    def _make_schedule(self, stages: list[PipelineStage], options: Experimental) -> Any:
+        path = options.pipeline_parallel_schedule_csv
         settings = SimpleNamespace(
             parallelism=SimpleNamespace(
                 pipeline_parallel_schedule=options.pipeline_parallel_schedule,
-                pipeline_parallel_schedule_csv=options.pipeline_parallel_schedule_csv,
+                pipeline_parallel_schedule_csv=str(find_resource(path)) if path else "",
                 pipeline_parallel_microbatch_size=1,
-                pipeline_parallel_degree=plan.num_ranks,
+                pipeline_parallel_degree=options.pipeline_parallel_degree,
                 pipeline_parallel_expert_parallel_overlap=False,
             ),
-            training=SimpleNamespace(local_batch_size=num_microbatches),
+            training=SimpleNamespace(local_batch_size=self.num_microbatches),
         )
-        self.schedule = build_pipeline_schedule(settings, pipeline_stages, self._scaled)
+        try:
+            return build_pipeline_schedule(settings, stages, self._scaled)
+        except (ValueError, AssertionError, IndexError, KeyError) as error:  # what torch has against it, on every rank
+            option = f"{SCHEDULE}_csv = {path}" if path else f"{SCHEDULE} = {options.pipeline_parallel_schedule}"
+            raise UserError(f"{option} with {self.num_microbatches} micro-batches a step: {error}") from error
 
     def step(self, batches: list[Batch], factor: Tensor) -> Tensor:
         """Add a step's gradients, of the sum of the token losses times ``factor``.
@@ -337,24 +229,3 @@ def _group_of_ends(group: dist.ProcessGroup) -> dist.ProcessGroup:
     dist.all_gather_object(pipelines, (ranks[0], ranks[-1]))
     groups = {ends: dist.new_group(ends) for ends in sorted(set(pipelines))}
     return groups[ranks[0], ranks[-1]]
-
-
-def check_microbatches(options: Experimental, num_sequences: int) -> int:
-    """The number of micro-batches of a step, from the job and a rank's sequences in a step.
-
-    Raises:
-        UserError: fewer micro-batches than ranks of a pipeline, or a number that does not divide the sequences.
-    """
-    number = options.pipeline_parallel_microbatches or num_sequences
-    if num_sequences % number:
-        raise UserError(
-            f"experimental.pipeline_parallel_microbatches = {number} does not divide a rank's {num_sequences} "
-            "sequences of a step (batch_size * gradient_accumulation_steps)"
-        )
-    if number < options.pipeline_parallel_degree:
-        raise UserError(
-            f"{DEGREE} = {options.pipeline_parallel_degree}: a step has {number} micro-batches only "
-            "(training.batch_size * gradient_accumulation_steps); "
-            "it takes one for each stage at least"
-        )
-    return number

@@ -24,11 +24,10 @@ from flame.parallel.pipeline import (
     Pipeline,
     Stages,
     attach_stage_forward,
-    check_microbatches,
     cut_stage,
     has_tied_ends,
-    plan_pipeline,
 )
+from flame.parallel.pipeline_plan import check_microbatches, plan_pipeline
 from flame.parallel.recompute import recompute_blocks
 from flame.parallel.tensor_plans import share_model
 from flame.training.runtime import has_fast_bfloat16
