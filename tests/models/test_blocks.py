@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from flame.errors import UserError
-from flame.models.blocks import find_blocks, independent_blocks
+from flame.models.blocks import SkippedBlock, find_blocks, independent_blocks, keep_blocks
 from tests.models.families import FAMILIES, build_eagerly, tiny_config
 
 
@@ -112,3 +112,32 @@ def test_every_family(family):
     inside = {id(parameter) for _, block in blocks for parameter in block.parameters()}
     outside = [name for name, parameter in model.named_parameters() if id(parameter) not in inside]
     assert not any(".layers." in name for name in outside)
+
+
+def blocks_named(model: nn.Module, numbers: range) -> tuple[list[str], list[str]]:
+    """Blocks and parameters of a model that keeps some of its blocks."""
+    keep_blocks(model, numbers)
+    return names(model), [name for name, _ in model.named_parameters()]
+
+
+def test_kept_blocks_have_the_names_they_had():
+    whole = [name for name, _ in Backbone("layers").named_parameters()]
+    model = Backbone("layers")
+    blocks, parameters = blocks_named(model, range(1, 2))
+    assert blocks == ["layers.1"]
+    assert parameters == [name for name in whole if not name.startswith("layers.0.")]
+    assert list(model.layers) == [model.layers[0]] == list(model.layers[:])
+
+
+def test_blocks_of_two_lists_are_numbered_on():
+    model = nn.Module()
+    model.lower, model.upper = (nn.ModuleList([Block(), Block()]) for _ in range(2))
+    assert blocks_named(model, range(1, 3))[0] == ["lower.1", "upper.0"]
+
+
+def test_models_of_transformers_keep_a_place_for_each_block():
+    config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2, vocab_size=8)
+    model = AutoModelForCausalLM.from_config(config)
+    assert blocks_named(model, range(1, 2))[0] == ["model.layers.1"]
+    assert [type(layer) for layer in model.model.layers].count(SkippedBlock) == 2
+    model(torch.zeros(1, 4, dtype=torch.int64)).logits.sum().backward()
