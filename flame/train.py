@@ -145,6 +145,8 @@ def add_gradients(run: Run, batches: list[Batch], factor: torch.Tensor) -> torch
         loss = run.model(batch.input_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens)
         (loss * factor).backward()
         loss_sum += loss.detach()
+    if run.context:
+        run.context.leave()
     return loss_sum
 
 

@@ -84,6 +84,10 @@ class ContextParallel:
         piece.cu_seqlens = self.piece.cu_seqlens.to(device, non_blocking=True)
         return piece
 
+    def leave(self) -> None:
+        """No row is in hand from here on: the operators are FLA's own again."""
+        self.piece = None
+
     def _cut(self, batch: Batch) -> Batch:
         input_ids, labels = (
             each.view(1, -1).chunk(self.size, 1)[self.rank] for each in (batch.input_ids, batch.labels)

@@ -7,47 +7,80 @@ every state that leaves and find the one that enters theirs. The second run star
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from flame.errors import UserError
 from flame.models.backend import wrap_operator
 from flame.parallel.collectives import anchor, exchange, gather_stacked
 from flame.parallel.context import ContextParallel
+from flame.parallel.degrees import Degrees
 
 # Model types whose mixers are made of the operators below.
 FAMILIES = ("transformer", "gla", "gated_deltanet", "delta_net")
-ROTATE_METHODS = ("allgather", "alltoall")
-_ATTENTION_HOME = "fla.layers.attn"
+MODES = {"gla": ("chunk", "fused_recurrent")}  # of attn_mode, where more than chunk is made of them
+DEGREE = "experimental.context_parallel_degree"
 
 
 def install_context_parallel(context: ContextParallel, rotate_method: str) -> None:
     """Wrap FLA's operators, as ``setup_backend`` left them, so that they work on pieces."""
+
+    def wrap(module_name: str, name: str, on_pieces: Callable[[ContextParallel, Callable], Callable]) -> None:
+        wrap_operator(module_name, name, partial(_within_rows, context, on_pieces))
+
     attention = {"allgather": _attention_over_gathered, "alltoall": _attention_over_heads}[rotate_method]
-    wrap_operator("fla.layers.attn", "flash_attn_varlen_func", partial(attention, context))
-    wrap_operator("fla.modules.rotary", "RotaryEmbedding.forward", partial(_rotary, context))
-    wrap_operator("fla.modules.causal_conv1d", "causal_conv1d", partial(_convolution, context))
+    wrap("fla.layers.attn", "flash_attn_varlen_func", attention)
+    wrap("fla.modules.rotary", "RotaryEmbedding.forward", _rotary)
+    wrap("fla.modules.causal_conv1d", "causal_conv1d", _convolution)
     for name in ("chunk_gla", "fused_recurrent_gla"):
-        wrap_operator("fla.ops.gla", name, partial(_decaying_recurrence, context))
-    wrap_operator("fla.ops.delta_rule", "chunk_delta_rule", partial(_delta_rule, context))
-    wrap_operator("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", partial(_delta_rule, context))
+        wrap("fla.ops.gla", name, _decaying_recurrence)
+    wrap("fla.ops.delta_rule", "chunk_delta_rule", _delta_rule)
+    wrap("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", _delta_rule)
 
 
-def check_family(model_type: str, degree: int) -> None:
+def _within_rows(context: ContextParallel, on_pieces: Callable, original: Callable) -> Callable:
+    """``original`` while no row is in hand, as when a model is sampled from after training."""
+    operator = on_pieces(context, original)
+
+    @functools.wraps(original)
+    def choose(*args: Any, **options: Any) -> Any:
+        return (original if context.piece is None else operator)(*args, **options)
+
+    return choose
+
+
+def check_model(config: PretrainedConfig, degrees: Degrees, rotate_method: str) -> None:
     """Refuse a model whose mixers do not know of pieces.
 
     Raises:
-        UserError: names those that do.
+        UserError: names the families that do, the mode of theirs that does, or the heads that do not divide.
     """
-    if model_type not in FAMILIES:
+    degree, family = degrees.context, config.model_type
+    if family not in FAMILIES:
         raise UserError(
-            f"experimental.context_parallel_degree = {degree}: {model_type} cannot be split along the sequence yet; "
-            f"{', '.join(FAMILIES)} can"
+            f"{DEGREE} = {degree}: {family} cannot be split along the sequence yet; {', '.join(FAMILIES)} can"
         )
+    mode = getattr(config, "attn_mode", "chunk")
+    if mode not in MODES.get(family, ("chunk",)):
+        raise UserError(
+            f"{DEGREE} = {degree}: {family} with attn_mode {mode} cannot be split along the sequence; set attn_mode to "
+            "chunk in the model's config"
+        )
+    attention = config.to_dict() if family == "transformer" else getattr(config, "attn", None)
+    if attention and rotate_method == "alltoall":
+        for key in ("num_heads", "num_kv_heads"):
+            heads = attention.get(key) or attention["num_heads"]
+            if heads % (degree * degrees.tensor):
+                raise UserError(
+                    f"experimental.context_parallel_rotate_method = alltoall: {DEGREE} = {degree} (times "
+                    f"training.tensor_parallel_degree) does not divide {key} = {heads}; use allgather"
+                )
 
 
 def _convolution(context: ContextParallel, original: Callable) -> Callable:
@@ -100,11 +133,6 @@ def _attention_over_heads(context: ContextParallel, original: Callable) -> Calla
     """Exchange a piece of all heads for all pieces of some heads (DeepSpeed-Ulysses, arXiv:2309.14509)."""
 
     def to_heads(x: Tensor) -> Tensor:  # [L, H, D] -> [ranks L, H/ranks, D]
-        if x.shape[1] % context.size:
-            raise UserError(
-                f"experimental.context_parallel_rotate_method = 'alltoall': {context.size} ranks do not divide "
-                f"{x.shape[1]} heads; use 'allgather'"
-            )
         return exchange(x.unflatten(1, (context.size, -1)).movedim(1, 0), context.group).flatten(0, 1)
 
     def to_pieces(x: Tensor) -> Tensor:  # [ranks L, H/ranks, D] -> [L, H, D]

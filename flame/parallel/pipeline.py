@@ -9,6 +9,7 @@ an error.)
 from __future__ import annotations
 
 import copy
+import inspect
 import types
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -26,9 +27,41 @@ from flame.data.batch import Batch
 from flame.errors import UserError
 from flame.fqn import STAGE
 from flame.models.blocks import find_blocks, keep_blocks
-from flame.models.loss import HeadLoss, head_options, packing_arguments
+from flame.models.loss import HeadLoss, check_loss_support, head_options, is_fla_model, packing_arguments
 from flame.parallel.pipeline_plan import DEGREE, SCHEDULE, PipelinePlan
 from flame.paths import find_resource
+
+# What blocks may be given besides hidden states: a stage makes it itself, from the micro-batch or not at all.
+_OWN_ARGUMENTS = {
+    "self", "hidden_states", "attention_mask", "past_key_values", "use_cache", "output_attentions", "cu_seqlens",
+    "lower_bound", "attnres_states", "kwargs",
+}  # fmt: skip
+
+
+def check_stages(model: nn.Module, degree: int) -> None:
+    """Refuse a model that is more than blocks which hand hidden states on.
+
+    Raises:
+        UserError: names what else its blocks hand on, or that nobody has proved what its blocks see.
+    """
+    check_loss_support(model)
+    if not is_fla_model(model):
+        raise UserError(
+            f"{DEGREE} = {degree}: {type(model).__name__} is no model of flash-linear-attention; the proofs that other "
+            "models are causal and keep documents apart need a whole model, so that a pipeline takes none of them yet"
+        )
+    if getattr(model.config, "attnres_block_size", None) is not None:
+        raise UserError(
+            f"{DEGREE} = {degree}: attention residuals (attnres_block_size in the model's config) take the states of "
+            "all blocks before; a pipeline hands on those of one"
+        )
+    for name, block in find_blocks(model):
+        others = set(inspect.signature(type(block).forward).parameters) - _OWN_ARGUMENTS
+        if others:
+            raise UserError(
+                f"{DEGREE} = {degree}: {name} ({type(block).__name__}) is given {', '.join(sorted(others))} by the "
+                "blocks before; a pipeline hands on hidden states only"
+            )
 
 
 def cut_stage(model: nn.Module, plan: PipelinePlan, stage: int) -> nn.Module:

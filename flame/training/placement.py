@@ -16,7 +16,7 @@ from flame.models.blocks import independent_blocks
 from flame.models.loss import HeadLoss, attach_training_forward, head_loss, is_fla_model
 from flame.models.proofs import check_causal, check_varlen_support, no_weight_zero
 from flame.parallel.context import ContextParallel, check_row
-from flame.parallel.context_operators import check_family, install_context_parallel
+from flame.parallel.context_operators import check_model, install_context_parallel
 from flame.parallel.distributed import Distributed
 from flame.parallel.fsdp import DTYPES, reshard, shard_model
 from flame.parallel.pipeline import (
@@ -24,6 +24,7 @@ from flame.parallel.pipeline import (
     Pipeline,
     Stages,
     attach_stage_forward,
+    check_stages,
     cut_stage,
     has_tied_ends,
 )
@@ -50,7 +51,7 @@ def place_model(config: JobConfig, built: BuiltModel, dist: Distributed) -> tupl
     attach_training_forward(model, _share(config, model, dist))
     _shard(config, model, dist)
     _initialise(config, model, built, dist)
-    if not is_fla_model(model):
+    if not is_fla_model(model) and dist.degrees.tensor == 1:  # tensor parallelism takes known modules only
         with no_weight_zero(model):
             check_causal(model, dist.device)
             if config.training.varlen:
@@ -73,6 +74,7 @@ def _share(config: JobConfig, model: nn.Module, dist: Distributed) -> HeadLoss |
 
 def _place_stages(config: JobConfig, built: BuiltModel, dist: Distributed) -> tuple[nn.Module, Pipeline]:
     options, training = config.experimental, config.training
+    check_stages(built.model, options.pipeline_parallel_degree)
     plan = plan_pipeline(built.model, options)
     num_sequences = training.batch_size * training.gradient_accumulation_steps
     num_microbatches = check_microbatches(options, num_sequences)
@@ -88,7 +90,8 @@ def _place_stages(config: JobConfig, built: BuiltModel, dist: Distributed) -> tu
     tokens = num_sequences // num_microbatches * training.seq_len
     num_rows = 1 if training.varlen else num_sequences // num_microbatches
     shape = (num_rows, tokens // num_rows // dist.degrees.tensor, built.model.config.get_text_config().hidden_size)
-    dtype = DTYPES[compute_dtype(training.mixed_precision_param, dist.device)]
+    in_float32 = getattr(built.model.config, "residual_in_fp32", False)  # what a block of Mamba then returns
+    dtype = torch.float32 if in_float32 else DTYPES[compute_dtype(training.mixed_precision_param, dist.device)]
     pipeline = Pipeline(
         plan,
         parts,
@@ -119,10 +122,13 @@ def share_rows(config: JobConfig, model_config: PretrainedConfig, dist: Distribu
     degree, training = dist.degrees.context, config.training
     if degree == 1:
         return None
-    check_family(model_config.model_type, degree)
-    check_row(training.seq_len * training.batch_size, degree * dist.degrees.tensor)
     if dist.degrees.pipeline > 1:
-        raise UserError(f"experimental.context_parallel_degree = {degree} does not go with a pipeline; use one of them")
+        raise UserError(
+            f"experimental.context_parallel_degree = {degree} and experimental.pipeline_parallel_degree = "
+            f"{dist.degrees.pipeline} do not go together yet; set one of them to 1"
+        )
+    check_model(model_config, dist.degrees, config.experimental.context_parallel_rotate_method)
+    check_row(training.seq_len * training.batch_size, degree * dist.degrees.tensor)
     context = ContextParallel(dist.context_group)
     install_context_parallel(context, config.experimental.context_parallel_rotate_method)
     return context

@@ -69,11 +69,15 @@ def run_jobs(jobs: list[Job], world_size: int = 1, timeout: float = 600) -> list
     Raises:
         AssertionError: a process died; the message holds what it printed.
     """
-    return _run(jobs, world_size, timeout)[0]
+    return run_ranks(jobs, world_size, timeout)[0][0]
 
 
-def _run(jobs: list[Job], world_size: int, timeout: float) -> tuple[list[int], list[str]]:
-    """Rank 0's exit code of each job, and what each rank printed."""
+def run_ranks(jobs: list[Job], world_size: int, timeout: float) -> tuple[list[list[int]], list[str]]:
+    """Each rank's exit codes of the jobs, and all that it printed.
+
+    Raises:
+        AssertionError: a process died; the message holds what it printed.
+    """
     arguments = [json.dumps([(job.argv, job.fault, free_port()) for job in jobs])]
     with ExitStack() as stack:
         # Files, not pipes: a rank that nobody reads from would block, and its group with it.
@@ -95,7 +99,7 @@ def _run(jobs: list[Job], world_size: int, timeout: float) -> tuple[list[int], l
                 process.kill()
         outputs = [_read(log) for log in logs]
     assert codes == [0] * world_size, "\n".join(outputs)[-6000:]
-    return json.loads(outputs[0].splitlines()[-1]), outputs
+    return [json.loads(output.splitlines()[-1]) for output in outputs], outputs
 
 
 def train_all(jobs: list[Job], world_size: int = 1, timeout: float = 1200) -> None:
@@ -104,8 +108,8 @@ def train_all(jobs: list[Job], world_size: int = 1, timeout: float = 1200) -> No
     Raises:
         AssertionError: one did not; the message holds what the processes printed last.
     """
-    codes, outputs = _run(jobs, world_size, timeout)
-    failed = [job.folder.name for job, code in zip(jobs, codes, strict=True) if code]
+    codes, outputs = run_ranks(jobs, world_size, timeout)
+    failed = [job.folder.name for job, code in zip(jobs, codes[0], strict=True) if code]
     assert not failed, f"{failed} failed:\n" + "\n".join(output[-6000:] for output in outputs)
 
 

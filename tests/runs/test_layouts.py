@@ -16,6 +16,12 @@ FAMILIES = ("transformer", "gla", "gated_deltanet")
 SGD = {"optimizer.name": "SGD", "optimizer.beta1": "0", "optimizer.lr": "0.1", "optimizer.weight_decay": "0"}
 
 
+PP2 = {"experimental.pipeline_parallel_degree": "2"}
+TP2 = {"training.tensor_parallel_degree": "2"}
+CP2 = {"experimental.context_parallel_degree": "2"}
+SCHEDULE = "experimental.pipeline_parallel_schedule"
+
+
 @dataclass(frozen=True)
 class Layout:
     """How processes share the work, and how far rounding may move a loss."""
@@ -24,6 +30,7 @@ class Layout:
     options: dict[str, str] = field(default_factory=dict)
     tolerance: float = 1e-5
     fault: str = ""  # one that must be seen in the losses
+    families: tuple[str, ...] = (*FAMILIES, "sgd")
 
 
 LAYOUTS = {
@@ -34,29 +41,30 @@ LAYOUTS = {
     "FSDP2_op": Layout(
         2, {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"}
     ),
-    "TP2": Layout(2, {"training.tensor_parallel_degree": "2"}),
-    "TP2_whole_loss": Layout(2, {"training.tensor_parallel_degree": "2", "training.disable_loss_parallel": "true"}),
-    "FSDP2xTP2": Layout(4, {"training.tensor_parallel_degree": "2"}),
-    "PP2": Layout(2, {"experimental.pipeline_parallel_degree": "2"}, 1e-4, "no_boundaries"),
-    "PP2xFSDP2": Layout(4, {"experimental.pipeline_parallel_degree": "2"}, 1e-4, "no_boundaries"),
-    "PP2xTP2": Layout(
-        4, {"experimental.pipeline_parallel_degree": "2", "training.tensor_parallel_degree": "2"}, 1e-4, "no_boundaries"
+    "TP2": Layout(2, TP2),
+    "TP2_whole_loss": Layout(2, TP2 | {"training.disable_loss_parallel": "true"}),
+    "FSDP2xTP2": Layout(4, TP2),
+    "PP2": Layout(2, PP2, 1e-4, "no_boundaries"),
+    "PP2xFSDP2": Layout(4, PP2, 1e-4, "no_boundaries"),
+    "PP2xTP2": Layout(4, PP2 | TP2, 1e-4, "no_boundaries"),
+    "PP2_looped": Layout(2, PP2 | {SCHEDULE: "Interleaved1F1B"}, 1e-4, families=("transformer", "gated_deltanet")),
+    "PP2_V": Layout(2, PP2 | {SCHEDULE: "ZBVZeroBubble"}, 1e-4, families=("untied",)),
+    "PP2_csv": Layout(
+        2, PP2 | {f"{SCHEDULE}_csv": "tests/runs/schedule.csv"}, 1e-4, families=("transformer", "gated_deltanet")
     ),
-    "CP2": Layout(2, {"experimental.context_parallel_degree": "2"}, 1e-4, "no_exchange"),
-    "CP2xFSDP2": Layout(4, {"experimental.context_parallel_degree": "2"}, 1e-4, "no_exchange"),
-    "TP2xCP2": Layout(
-        4, {"training.tensor_parallel_degree": "2", "experimental.context_parallel_degree": "2"}, 1e-4, "no_exchange"
-    ),
+    "PP2_full": Layout(2, PP2 | {"activation_checkpoint.mode": "full"}, 1e-4, families=("gated_deltanet",)),
+    "CP2": Layout(2, CP2, 1e-4, "no_exchange"),
+    "CP2xFSDP2": Layout(4, CP2, 1e-4, "no_exchange"),
+    "TP2xCP2": Layout(4, TP2 | CP2, 1e-4, "no_exchange"),
     "HSDP2x2": Layout(4, {"training.data_parallel_replicate_degree": "2"}),
 }
-CELLS = [(layout, family) for layout in LAYOUTS for family in FAMILIES] + [(layout, "sgd") for layout in LAYOUTS]
+CELLS = [(name, family) for name, layout in LAYOUTS.items() for family in layout.families]
 
 
 def options_of(family: str) -> dict[str, str]:
-    model = "gated_deltanet" if family == "sgd" else family
-    return {"model.config": f"configs/debug/{model}.json", "training.num_streams": "60"} | (
-        SGD if family == "sgd" else {}
-    )
+    config = {"sgd": "configs/debug/gated_deltanet.json", "untied": "tests/runs/untied.json"}.get(family)
+    model = {"model.config": config or f"configs/debug/{family}.json", "training.num_streams": "60"}
+    return model | (SGD if family == "sgd" else {})
 
 
 def make_job(folder, name: str, family: str, fault: str = "") -> Job:
@@ -75,7 +83,10 @@ def runs(tmp_path_factory) -> dict[tuple[str, str], Job]:
     """Every cell's job, and one of one process for each family under the layout ``one``, all run."""
     folder = tmp_path_factory.mktemp("layouts")
     one = {"training.gradient_accumulation_steps": "4"}
-    jobs = {("one", family): Job(folder / f"one_{family}", options_of(family) | one) for family in (*FAMILIES, "sgd")}
+    jobs = {
+        ("one", family): Job(folder / f"one_{family}", options_of(family) | one)
+        for family in dict.fromkeys(family for _, family in CELLS)
+    }
     train_all(list(jobs.values()))
     for world_size in sorted({layout.world_size for layout in LAYOUTS.values()}):
         cells = [cell for cell in CELLS if LAYOUTS[cell[0]].world_size == world_size]
@@ -104,3 +115,29 @@ def test_a_broken_layout_is_seen(runs, layout, family):
     one, broken = runs["one", family], runs[layout, family, "broken"]
     distance = max(abs(a - b) for a, b in zip(one.series("loss"), broken.series("loss"), strict=True))
     assert distance > 5 * LAYOUTS[layout].tolerance
+
+
+@pytest.fixture(scope="module")
+def course(tmp_path_factory) -> tuple[Job, Job]:
+    """A run of one process, and one that goes on from its checkpoints with its model laid out another way each time."""
+    folder = tmp_path_factory.mktemp("course")
+    options = options_of("gated_deltanet") | {"training.gradient_accumulation_steps": "4"}
+    layouts = [PP2 | {SCHEDULE: "Interleaved1F1B"}, TP2, CP2]
+    train_all(
+        [
+            Job(folder / "moved", options | layout | {"training.steps": str(3 * number)})
+            for number, layout in enumerate(layouts, 1)
+        ],
+        2,
+    )
+    stayed, moved = Job(folder / "stayed", options), Job(folder / "moved", options)
+    train_all([stayed, moved])
+    return stayed, moved
+
+
+def test_a_checkpoint_goes_on_in_any_layout(course):
+    stayed, moved = course
+    assert [row["step"] for row in moved.rows()] == list(range(1, 11))
+    assert moved.series("loss") == pytest.approx(stayed.series("loss"), abs=1e-4)
+    assert moved.series("grad_norm") == pytest.approx(stayed.series("grad_norm"), rel=1e-3)
+    assert moved.series("tokens") == stayed.series("tokens")
