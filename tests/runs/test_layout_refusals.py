@@ -46,7 +46,6 @@ ROWS = {
         "schedule_csv = tests/runs/schedule.csv with 8 micro-batches a step",
     ),
     "unknown schedule": Row(PP2 | {SCHEDULE: "2F2B"}, "schedule = 2F2B: must be one of 1F1B, GPipe"),
-    "too few blocks": Row(PP2 | {SCHEDULE: "LoopedBFS"}, "4 stages of 2 blocks", "llama"),
     "both ends on one rank": Row(PP2 | {SCHEDULE: "ZBVZeroBubble"}, "tie_word_embeddings false"),
     "more than hidden states": Row(PP2, "is given v_first", "rwkv7"),
     "a parameter of all blocks": Row(PP2, "lower_bounds", "hgrn2"),

@@ -1,0 +1,44 @@
+"""Which models context parallelism takes, by their config."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from flame.errors import UserError
+from flame.parallel.context_operators import check_model
+from flame.parallel.degrees import Degrees
+
+
+class Config(SimpleNamespace):
+    def to_dict(self) -> dict:
+        return vars(self)
+
+
+def check(model_type: str, method: str = "allgather", tensor: int = 1, **options) -> None:
+    check_model(Config(model_type=model_type, **options), Degrees(context=2, tensor=tensor), method)
+
+
+def test_models_that_can_pass():
+    check("transformer", num_heads=3)
+    check("transformer", "alltoall", num_heads=4, num_kv_heads=2)
+    check("gla", attn_mode="fused_recurrent")
+    check("gated_deltanet", "alltoall", attn_mode="chunk", num_heads=3)
+    check("delta_net", "alltoall", attn_mode="chunk", attn={"num_heads": 4, "num_kv_heads": None})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (("mamba",), {}, "mamba cannot be split along the sequence yet; transformer, gla"),
+        (("gla",), {"attn_mode": "fused_chunk"}, "gla with attn_mode fused_chunk .* set attn_mode to chunk"),
+        (("delta_net",), {"attn_mode": "fused_recurrent"}, "attn_mode fused_recurrent"),
+        (("transformer", "alltoall"), {"num_heads": 4, "num_kv_heads": 1}, "does not divide num_kv_heads = 1; use all"),
+        (("transformer", "alltoall", 2), {"num_heads": 6, "num_kv_heads": None}, "does not divide num_heads = 6"),
+        (("gla", "alltoall"), {"attn": {"num_heads": 3}}, "does not divide num_heads = 3"),
+    ],
+)
+def test_models_that_cannot_are_named(arguments, options, message):
+    with pytest.raises(UserError, match=f"context_parallel.*{message}"):
+        check(*arguments, **options)
