@@ -235,6 +235,15 @@ def wrap_operator(module_name: str, name: str, wrap: Callable[[Callable], Callab
         _replace_everywhere(current, wrap(current))
 
 
+def find_operator(module_name: str, name: str) -> Callable:
+    """An operator of FLA's, as the backend in use has it.
+
+    Raises:
+        UserError: this release of FLA has no such operator.
+    """
+    return _find(module_name, name)
+
+
 def check_supported(config: Any, backend: str) -> None:
     """Refuse an FLA family whose operators the resolved backend (or, for any backend, this machine) does not have.
 
