@@ -74,11 +74,6 @@ class Distributed:
         """What FSDP shards over: 1-D, or 2-D with the copies first."""
         return self.mesh["replicate", "fsdp"] if self.degrees.replicate > 1 else self.mesh["fsdp"]
 
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether this rank computes losses: it holds the last stage of the pipeline."""
-        return self.mesh.get_local_rank("pipeline") == self.degrees.pipeline - 1
-
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """Sum a rank's share of the loss over all shares, in place; on a GPU the host does not wait for it."""
         dist.all_reduce(value, op=dist.ReduceOp.SUM, group=self.loss_group)
