@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from flame.errors import UserError
-from flame.parallel.context_operators import check_model
+from flame.parallel.context_operators import _within_rows, check_model
 from flame.parallel.degrees import Degrees
 
 
@@ -42,3 +42,11 @@ def test_models_that_can_pass():
 def test_models_that_cannot_are_named(arguments, options, message):
     with pytest.raises(UserError, match=f"context_parallel.*{message}"):
         check(*arguments, **options)
+
+
+def test_operators_are_the_original_ones_while_no_row_is_in_hand():
+    context = SimpleNamespace(piece=None)
+    operator = _within_rows(context, lambda _context, original: lambda x: -original(x), lambda x: x + 1)
+    assert operator(1) == 2
+    context.piece = "a piece"
+    assert operator(1) == -2

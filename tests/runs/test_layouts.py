@@ -12,6 +12,11 @@ import pytest
 from tests.runs.harness import Job, train_all
 
 FAMILIES = ("transformer", "gla", "gated_deltanet")
+# Others whose modules tensor parallelism knows; tests/parallel/test_tensor.py looks at each of their gradients.
+SHARED_FAMILIES = (
+    *("hybrid", "gsa", "hgrn2", "retnet", "kda", "rwkv7", "mamba2", "samba", "stickbreaking_attn", "sba"),
+    *("llama", "qwen3"),
+)
 # AdamW's update does not change when all gradients are scaled; plain gradient descent's does.
 SGD = {"optimizer.name": "SGD", "optimizer.beta1": "0", "optimizer.lr": "0.1", "optimizer.weight_decay": "0"}
 
@@ -41,7 +46,7 @@ LAYOUTS = {
     "FSDP2_op": Layout(
         2, {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"}
     ),
-    "TP2": Layout(2, TP2),
+    "TP2": Layout(2, TP2, families=(*FAMILIES, "sgd", *SHARED_FAMILIES)),
     "TP2_whole_loss": Layout(2, TP2 | {"training.disable_loss_parallel": "true"}),
     "FSDP2xTP2": Layout(4, TP2),
     "PP2": Layout(2, PP2, 1e-4, "no_boundaries"),
@@ -54,6 +59,10 @@ LAYOUTS = {
     ),
     "PP2_full": Layout(2, PP2 | {"activation_checkpoint.mode": "full"}, 1e-4, families=("gated_deltanet",)),
     "CP2": Layout(2, CP2, 1e-4, "no_exchange"),
+    "CP2_alltoall": Layout(
+        2, CP2 | {"experimental.context_parallel_rotate_method": "alltoall"}, 1e-4, families=("transformer",)
+    ),
+    "CP2_others": Layout(2, CP2, 1e-4, families=("delta_net", "hybrid")),
     "CP2xFSDP2": Layout(4, CP2, 1e-4, "no_exchange"),
     "TP2xCP2": Layout(4, TP2 | CP2, 1e-4, "no_exchange"),
     "HSDP2x2": Layout(4, {"training.data_parallel_replicate_degree": "2"}),
@@ -62,8 +71,9 @@ CELLS = [(name, family) for name, layout in LAYOUTS.items() for family in layout
 
 
 def options_of(family: str) -> dict[str, str]:
-    config = {"sgd": "configs/debug/gated_deltanet.json", "untied": "tests/runs/untied.json"}.get(family)
-    model = {"model.config": config or f"configs/debug/{family}.json", "training.num_streams": "60"}
+    folder = "tests/runs" if family in ("untied", "llama", "qwen3") else "configs/debug"
+    name = "gated_deltanet" if family == "sgd" else family
+    model = {"model.config": f"{folder}/{name}.json", "training.num_streams": "60"}
     return model | (SGD if family == "sgd" else {})
 
 
