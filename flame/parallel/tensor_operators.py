@@ -12,12 +12,17 @@ from torch import Tensor, nn
 from flame.models.backend import find_operator, wrap_operator
 from flame.parallel.tensor import running_share
 
-_HOMES = (("fla.modules.norm.layernorm", "rms_norm_linear"), ("fla.ops.retention", "chunk_retention"))
+_NORM = ("fla.modules.norm.layernorm", "rms_norm_linear")
+# What the layer calls with and without gradients; in a shared module all are computed in chunks.
+_RETENTION = tuple(
+    ("fla.ops.retention", name) for name in ("chunk_retention", "fused_chunk_retention", "fused_recurrent_retention")
+)
 
 
 def install_tensor_parallel() -> None:
     """Wrap the operators, as ``setup_backend`` left them. Outside shared modules they are what they were."""
-    for (module_name, name), wrap in zip(_HOMES, (_norm_over_all_heads, _retention_of_own_heads), strict=True):
+    wraps = {_NORM: _norm_over_all_heads} | dict.fromkeys(_RETENTION, _retention_of_own_heads)
+    for (module_name, name), wrap in wraps.items():
         if not getattr(find_operator(module_name, name), "knows_of_shares", False):
             wrap_operator(module_name, name, _marked(wrap))
 
@@ -59,7 +64,7 @@ def _retention_of_own_heads(original: Callable) -> Callable:
     """A head's decay follows from its number among all (arXiv:2307.08621, section 2.2)."""
     linear_attention = find_operator("fla.ops.simple_gla", "chunk_simple_gla")
 
-    def chunk_retention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+    def retention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
         share = running_share()
         if share is None:
             return original(q, k, v, **options)
@@ -68,7 +73,7 @@ def _retention_of_own_heads(original: Callable) -> Callable:
         decay = torch.log1p(-torch.exp2(-5 - heads)).float()  # [H]
         return linear_attention(q, k, v, g_gamma=decay, **options)
 
-    return chunk_retention
+    return retention
 
 
 def _times(output: Tensor, correction: Tensor) -> Tensor:
