@@ -12,7 +12,8 @@ import pytest
 from tests.runs.harness import Job, train_all
 
 FAMILIES = ("transformer", "gla", "gated_deltanet")
-# Others whose modules tensor parallelism knows; tests/parallel/test_tensor.py looks at each of their gradients.
+# Others whose modules tensor parallelism knows; tests/parallel/test_tensor.py looks at each of their gradients. Retnet
+# has a larger norm_eps than in configs/debug: its first tokens' outputs are so small that rounding would grow.
 SHARED_FAMILIES = (
     *("hybrid", "gsa", "hgrn2", "retnet", "kda", "rwkv7", "mamba2", "samba", "stickbreaking_attn", "sba"),
     *("llama", "qwen3"),
@@ -71,7 +72,7 @@ CELLS = [(name, family) for name, layout in LAYOUTS.items() for family in layout
 
 
 def options_of(family: str) -> dict[str, str]:
-    folder = "tests/runs" if family in ("untied", "llama", "qwen3") else "configs/debug"
+    folder = "tests/runs" if family in ("untied", "retnet", "llama", "qwen3") else "configs/debug"
     name = "gated_deltanet" if family == "sgd" else family
     model = {"model.config": f"{folder}/{name}.json", "training.num_streams": "60"}
     return model | (SGD if family == "sgd" else {})
