@@ -129,9 +129,10 @@ def summarize(run: RunMetrics) -> str:
     """A few lines for people: length, losses, speed, memory, gradient norm."""
     losses = run.values("loss")
     lowest = min((row for row in run.steps if is_finite_number(row["loss"])), key=lambda row: row["loss"])
+    num_last = min(NUM_LAST, run.steps[-1]["step"])
     lines = [
         f"{describe(run)}, {format_duration(run.total('step_time_s'))} of training",
-        f"  loss     {losses[0]:.4f} -> {final_loss(run):.4f} (mean of the last {NUM_LAST} steps), "
+        f"  loss     {losses[0]:.4f} -> {final_loss(run):.4f} (mean of the last {num_last} steps), "
         f"lowest {lowest['loss']:.4f} at step {lowest['step']}",
     ]
     validations = [row["val_loss"] for row in run.validations if is_finite_number(row["val_loss"])]
