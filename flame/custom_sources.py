@@ -10,7 +10,9 @@ from __future__ import annotations
 import importlib.util
 import keyword
 import sys
+import sysconfig
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from flame.config import JobConfig
@@ -104,7 +106,21 @@ def _from_path(path: Path) -> CustomSource:
         raise UserError(f"{name!r} is no name of a module; use letters, digits and _")
     if name in sys.stdlib_module_names:
         raise UserError(f"{name!r} is the name of a module of Python's own; rename it")
-    return CustomSource(f"{FOLDER}.{name}" if path.parent == SHIPPED else name, path)
+    if path.parent == SHIPPED:
+        return CustomSource(f"{FOLDER}.{name}", path)
+    source = CustomSource(name, path)
+    if _is_installed(name, source.file):
+        raise UserError(f"{name!r} is the name of an installed package; rename it")
+    return source
+
+
+def _is_installed(name: str, file: Path) -> bool:
+    """Whether an installed module other than ``file`` has this name: importing it later would give the custom one."""
+    spec = PathFinder.find_spec(name)
+    if spec is None or spec.origin is None or Path(spec.origin).resolve() == file:
+        return False
+    folders = {Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib")}
+    return any(Path(spec.origin).is_relative_to(folder) for folder in folders)
 
 
 def _is_module_name(entry: str) -> bool:

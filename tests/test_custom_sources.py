@@ -67,6 +67,25 @@ def test_a_name_that_cannot_be_used(folder, name, reason):
         find_custom(name)
 
 
+@pytest.mark.parametrize("name", ["datasets.py", "tensorboard"])
+def test_the_name_of_an_installed_package_cannot_be_used(folder, name):
+    """Whoever imports that package later, such as the data pipeline, would get the custom model instead."""
+    if name.endswith(".py"):
+        (folder / name).touch()
+    else:
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").touch()
+    with pytest.raises(UserError, match="is the name of an installed package; rename it"):
+        find_custom(f"./{name}")
+
+
+def test_a_model_that_is_itself_installed_can_be_given_by_its_path(folder, monkeypatch):
+    monkeypatch.setattr("sysconfig.get_path", lambda kind: str(folder))
+    monkeypatch.syspath_prepend(folder)
+    assert find_custom("./gated.py").module == "gated"
+    assert find_custom("./mixers").module == "mixers"
+
+
 def test_a_job_with_wrong_entries_is_refused_with_each_of_them():
     with pytest.raises(ConfigError) as error:
         parse_args([*JOB, "--model.custom_models", "sba,nothing", "--experimental.custom_model_path", "/no/where"])

@@ -86,7 +86,7 @@ def choose_step(root: Path, load_step: int, listing: Listing) -> int | None:
             return load_step
         if load_step in listing.broken:
             raise UserError(f"{step_folder(root, load_step)} is broken: {listing.broken[load_step]}")
-        raise UserError(f"checkpoint.load_step = {load_step}: no such step in {root}; {listing.describe()}")
+        raise UserError(f"--checkpoint.load_step = {load_step}: no such step in {root}; {listing.describe()}")
     if listing.complete:
         return max(listing.complete)
     if listing.broken:

@@ -10,6 +10,7 @@ shard_order   which rows of which shards a stream gets, when they stream in
 mixture       which source each document of a stream comes from
 walks         how streams walk the rows of one source; ``shard_walk`` the same for shards, with the queues of ``spill``
 tokenize      text to token ids, with the BOS/EOS policy
+read_ahead    reading and tokenising on a thread that is ahead of packing
 rows          rows to ``documents``, and what is wrong with a row that cannot become one
 streams       the logical streams: they draw documents, read ahead and tokenise in batches
 pack          documents to sequences: inputs, targets, document boundaries

@@ -82,6 +82,8 @@ def load_rows(spec, streaming: bool = False):
         raise UserError(f"--training.dataset {spec.dataset}: there is no such file or folder")
     options = {"data_dir": spec.data_dir or None, "data_files": list(spec.data_files) or None}
     target = str(path) if path.is_dir() else spec.dataset
+    if not path.is_dir():
+        logger.info("dataset %s: no such file or folder here, asking the Hugging Face hub", spec.dataset)
     options |= _encoding_of_folder(spec, path)
     return _load(spec, target, streaming, name=spec.name or None, **options)
 
@@ -130,7 +132,12 @@ def _load(spec, target: str, streaming: bool, **options):
     try:
         return with_retries(load, spec.dataset)
     except Exception as error:  # datasets raises ValueError, OSError, its own and pyarrow's types for users' faults
-        raise UserError(f"--training.dataset {spec.dataset}: {describe(error)}") from error
+        hint = "; there is no such file or folder here either" if _asks_hub(spec, target) else ""
+        raise UserError(f"--training.dataset {spec.dataset}: {describe(error)}{hint}") from error
+
+
+def _asks_hub(spec, target: str) -> bool:
+    return target == spec.dataset and not Path(target).exists()
 
 
 def _load_saved(spec, path: Path):

@@ -38,6 +38,7 @@ class ShardWalk:
     """
 
     def __init__(self, source: ShardedSource, order: ShardOrder, cursors: dict[int, int], ends: dict[int, int]):
+        self.first_turns = {stream: split_cursor(cursor)[0] for stream, cursor in cursors.items()}
         file, max_bytes = SpillFile(), max(MIN_QUEUE_BYTES, QUEUE_BYTES // max(1, len(cursors)))
         self.order = order
         self.queues = {stream: SpillQueue(file, max_bytes) for stream in cursors}
@@ -61,6 +62,9 @@ class ShardWalk:
 
     def take(self, stream: int, count: int) -> tuple[list[ShardRow], list[int]]:
         rows = [self.queues[stream].pop() for _ in range(count)]
+        if rows:
+            lane, turn = self.lanes[self.order.lane(stream)], split_cursor(rows[-1].cursor)[0]
+            lane.num_turns_walked = max(lane.num_turns_walked, turn - self.first_turns[stream])
         return rows, [row.cursor for row in rows]
 
     def cursor(self, stream: int) -> int:
@@ -70,7 +74,7 @@ class ShardWalk:
         return [item.value for item in items], [f"{item.row} of shard {item.shard}" for item in items]
 
     def num_passes(self) -> float:
-        return sum(lane.num_turns_done for lane in self.lanes.values()) / self.order.num_shards
+        return sum(lane.num_turns_walked for lane in self.lanes.values()) / self.order.num_shards
 
 
 class _Lane:
@@ -92,7 +96,7 @@ class _Lane:
         self.wanted = {stream: split_cursor(cursor) for stream, cursor in cursors.items()}
         self._begin_turn(min(turn for turn, _ in self.wanted.values()))
         self.num_rows: dict[int, int] = {}  # of the shards read to their ends
-        self.num_turns_done = 0
+        self.num_turns_walked = 0  # by the stream that has walked on furthest, from where it stood at first
         self.num_empty_turns = 0  # in a row
 
     def read_on(self) -> bool:
@@ -138,7 +142,6 @@ class _Lane:
             if turn == self.turn:
                 self.wanted[stream] = turn + 1, row - num_rows
         self._begin_turn(self.turn + 1)
-        self.num_turns_done += 1
         self.num_empty_turns = 0 if num_rows else self.num_empty_turns + 1
         if self.num_empty_turns > EMPTY_PASSES * self.order.num_shards:
             raise UserError(f"--training.dataset {self.source.name}: its shards have no rows")

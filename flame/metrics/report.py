@@ -19,6 +19,7 @@ from flame.metrics.jsonl import FILE_NAME, read_rows
 from flame.metrics.keys import is_finite_number
 
 PICTURE_NAME = "loss.svg"
+COMPARISON_NAME = "comparison.svg"  # of several runs; each keeps its own picture
 NUM_LAST = 20  # the final loss is the mean over so many last steps: a single one scatters
 LOSS_LABEL = "loss (nats per token)"
 SMOOTHING = 40  # the smoothed line averages over one part in so many of the run
@@ -50,7 +51,10 @@ def main(argv: list[str] | None = None) -> int:
     """Draw and print. Returns the exit code: 0, or 2 when a run has nothing to show."""
     parser = argparse.ArgumentParser(prog="python -m flame.metrics.report", description="Loss curve and summary")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder (holds metrics.jsonl)")
-    parser.add_argument("--output", help=f"SVG file to write (default: {PICTURE_NAME} in the first run folder)")
+    parser.add_argument(
+        "--output",
+        help=f"SVG file to write (default: in the first run folder, {PICTURE_NAME}, or {COMPARISON_NAME} for several)",
+    )
     parser.add_argument("--x", choices=("step", "tokens"), default="step", help="horizontal axis (default: step)")
     args = parser.parse_args(argv)
     try:
@@ -66,14 +70,15 @@ def write_report(runs: list[str | Path], output: str | Path | None = None, x_key
 
     Args:
         runs: run folders.
-        output: SVG file; ``loss.svg`` in the first run folder when not given.
+        output: SVG file; in the first run folder ``loss.svg``, or ``comparison.svg`` of several, when not given.
         x_key: ``"step"`` or ``"tokens"``.
 
     Raises:
         UserError: a folder has no ``metrics.jsonl`` or no logged loss in it.
     """
     metrics = [load_metrics(run) for run in runs]
-    output = Path(runs[0]) / PICTURE_NAME if output is None else Path(output)
+    name = PICTURE_NAME if len(runs) == 1 else COMPARISON_NAME
+    output = Path(runs[0]) / name if output is None else Path(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(draw_losses(metrics, x_key), encoding="utf-8")
     return "\n".join([*(summarize(run) for run in metrics), f"loss curve: {output}"])
@@ -129,9 +134,10 @@ def summarize(run: RunMetrics) -> str:
     """A few lines for people: length, losses, speed, memory, gradient norm."""
     losses = run.values("loss")
     lowest = min((row for row in run.steps if is_finite_number(row["loss"])), key=lambda row: row["loss"])
+    num_last = min(NUM_LAST, run.steps[-1]["step"])
     lines = [
         f"{describe(run)}, {format_duration(run.total('step_time_s'))} of training",
-        f"  loss     {losses[0]:.4f} -> {final_loss(run):.4f} (mean of the last {NUM_LAST} steps), "
+        f"  loss     {losses[0]:.4f} -> {final_loss(run):.4f} (mean of the last {num_last} steps), "
         f"lowest {lowest['loss']:.4f} at step {lowest['step']}",
     ]
     validations = [row["val_loss"] for row in run.validations if is_finite_number(row["val_loss"])]

@@ -1,4 +1,28 @@
-"""Models: build, initialise, describe."""
+"""Models: config -> build -> initialise -> train -> count.
+
+================= ==============================================================================
+model_config      a model's config from a file, a folder or the hub, fitted to the tokenizer
+custom            a user's own architectures, imported when a job names them
+build             the model without memory, and the recipe of its weights
+recorder          what a constructor does to its tensors, to be done again elsewhere
+init              initial weights, the same at any layout
+blocks            the repeated layers: what is sharded on its own
+loss              the training forward: token ids and labels to the sum of the losses
+proofs            that a model looks at no later token and at no other document
+backend           which code runs FLA's operators, and all that is replaced in FLA
+reference         FLA's operators in plain PyTorch
+attention         softmax attention of packed documents; ``native_attention`` for transformers
+native_recurrence packed documents in transformers' convolutions and recurrences
+state_space       Mamba's and Mamba-2's mixers, on ``selective_scan`` and ``ssd``
+selective_scan    Mamba's scan in Triton, with ``selective_scan_kernels``
+ssd               Mamba-2's scan as linear attention
+chunk_backward    one backward step that FLA refuses on some GPUs
+generation        FLA's caches with the newest transformers
+mixers            one FLOP formula a token mixer; ``pairs`` counts what attention computes
+flops             training FLOPs of a model
+summary           a model on paper: parameters, FLOPs, memory
+================= ==============================================================================
+"""
 
 from flame.models.blocks import find_blocks
 from flame.models.build import BuiltModel, build_model, check_positions, no_decay_names

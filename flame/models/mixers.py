@@ -288,6 +288,7 @@ _SOFTMAX = Formula(
 )
 _TWO_PRODUCTS = "k⊗v into and q·S out of a d_k × d_v state: 4 H d_k d_v"
 _DELTA = "k·S, k⊗u and q·S with a d_k × d_v state: 6 H d_k d_v"
+_SLOTS = "two recurrences over m slots, of keys and of values: 4 H m (d_k + d_v)"
 _SCAN = "B⊗x into and C·h out of a d_inner × N state: 4 d_inner N"
 
 # By the name of the class, FLA's first, then those of transformers.
@@ -362,19 +363,9 @@ _FORMULAS: dict[str, Formula] = {
         "passes them",
         "Du et al. 2025, MoM",
     ),
-    "GatedSlotAttention": Formula(
-        _slots,
-        "two recurrences over m slots, of keys and of values: 4 H m (d_k + d_v)",
-        "Zhang et al. 2024, Gated Slot Attention",
-    ),
-    "ABCAttention": Formula(
-        _slots, "two recurrences over m slots, of keys and of values: 4 H m (d_k + d_v)", "Peng et al. 2021, ABC"
-    ),
-    "Raven": Formula(
-        _slots,
-        "two recurrences over m slots, of keys and of values: 4 H m (d_k + d_v)",
-        "fla/layers/raven.py, on the operator of Zhang et al. 2024, Gated Slot Attention",
-    ),
+    "GatedSlotAttention": Formula(_slots, _SLOTS, "Zhang et al. 2024, Gated Slot Attention"),
+    "ABCAttention": Formula(_slots, _SLOTS, "Peng et al. 2021, ABC"),
+    "Raven": Formula(_slots, _SLOTS, "fla/layers/raven.py, on the operator of Zhang et al. 2024, Gated Slot Attention"),
     "CyclicFlowAttention": Formula(
         _cyclic_flow,
         "writes and reads of m slots of keys and of values, 4 H m (d_k + d_v), and a second use of the read-out table",

@@ -193,8 +193,8 @@ def _custom_hint() -> str:
     """What there is besides FLA's and transformers' families, and how to add to it."""
     loaded = {config.model_type for config in registered_configs()}
     return (
-        f"; custom models: {', '.join(sorted(loaded | set(shipped_packages()))) or 'none'}; one's own need "
-        "--model.custom_models, in conversions --custom_models (docs/custom_models.md)"
+        f"; custom models: {', '.join(sorted(loaded | set(shipped_packages()))) or 'none'}; name your own with "
+        "--model.custom_models, in conversions with --custom_models (docs/custom_models.md)"
     )
 
 

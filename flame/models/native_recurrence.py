@@ -68,6 +68,7 @@ def _convolution(
     **options: Any,
 ) -> Tensor:
     """Causal depthwise convolution of [1, D, T] with weight [D, W]."""
+    assert options.get("initial_states") is None and not options.get("return_final_states"), "packed rows have no cache"
     causal_conv1d = importlib.import_module("fla.modules.causal_conv1d").causal_conv1d
     rows = hidden_states.transpose(1, 2).contiguous()
     y, _ = causal_conv1d(rows, weight.contiguous(), bias, activation=activation, cu_seqlens=cu_seqlens)

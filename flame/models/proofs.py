@@ -55,7 +55,7 @@ def check_causal(model: nn.Module, device: torch.device | str) -> None:
     # Equal, but for rounding where later tokens change how a mixture of experts groups its rows.
     if _differ(one, other):
         raise UserError(
-            f"{type(model).__name__} is not causal (a token's state moves when later tokens change), so that it would "
+            f"{_class_name(model)} is not causal (a token's state moves when later tokens change), so that it would "
             "learn to copy its target; use a decoder, or set is_decoder in its config where it has that"
         )
 
@@ -78,9 +78,14 @@ def check_varlen_support(model: nn.Module, device: torch.device | str) -> None:
             logger.info("attention of packed documents goes through masks: memory grows with the square of the row")
             return
     raise UserError(
-        f"{type(model).__name__} mixes packed documents (the second's states move when the first changes); "
-        "turn training.varlen off, or use a model family that takes cu_seqlens"
+        f"{_class_name(model)} mixes packed documents (the second's states move when the first changes); "
+        "turn training.varlen off, use a model family that takes cu_seqlens, or let your own start anew at these bounds"
     )
+
+
+def _class_name(model: nn.Module) -> str:
+    """The class as its author named it: ``fully_shard`` puts FSDP before that."""
+    return type(model).__name__.removeprefix("FSDP")
 
 
 def _mixes_documents(model: nn.Module, device: torch.device | str) -> bool:
@@ -89,7 +94,7 @@ def _mixes_documents(model: nn.Module, device: torch.device | str) -> bool:
         states = _states_of_both(model, slice(None, _HALF), device, cu_seqlens=cu_seqlens)
     except (ValueError, TypeError, NotImplementedError) as fault:  # transformers' ways to say what it cannot do
         raise UserError(
-            f"{type(model).__name__} cannot keep packed documents apart: {fault}; turn training.varlen off"
+            f"{_class_name(model)} cannot keep packed documents apart: {fault}; turn training.varlen off"
         ) from fault
     one, other = (state[:, _HALF:] for state in states)
     return not torch.equal(one, other) and (not _has_experts(model) or _differ(one, other))

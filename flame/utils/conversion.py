@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flame.errors import EXIT_USER_ERROR, UserError
+from flame.utils.commands import translate_flags
 
 OnBytes = Callable[[int, int], None]
 
@@ -44,11 +45,13 @@ def run_conversion(convert: Callable[[OnBytes], Path], quiet: bool, custom_model
         setup_backend("auto", "cpu")
         for entry in filter(None, custom_models.split(",")):
             load_entry(entry, f"--custom_models {entry}")
-        with Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True) as progress:
+        console = Console(stderr=True)
+        # Without a terminal a bar that removes itself would leave an empty line.
+        with Progress(*columns, console=console, disable=quiet or not console.is_terminal, transient=True) as progress:
             bar = progress.add_task("converting", total=None)
             folder = convert(lambda done, total: progress.update(bar, completed=done, total=total))
     except UserError as error:
-        print(error, file=sys.stderr)
+        print(translate_flags(str(error), {"checkpoint.load_step": "step"}), file=sys.stderr)
         return EXIT_USER_ERROR
     print(folder)
     return 0

@@ -117,9 +117,11 @@ def _mixers(summary: Summary) -> Iterator[str]:
 def _flops(summary: Summary) -> Iterator[str]:
     yield "training FLOPs per token (forward and backward, no recomputation)"
     yield f"  {'document length':<20}{'linear layers':>16}{'mixers':>16}{'total':>16}"
+    # One unit for the whole table, small enough for a debug model.
+    scale, unit = (1e9, "G") if summary.lengths[-1].linear_flops >= 1e8 else (1e6, "M")
     for row in summary.lengths:
         columns = (row.linear_flops, row.mixer_flops, row.linear_flops + row.mixer_flops)
-        yield f"  {row.length:<20,}" + "".join(f"{value / 1e9:>14.3f} G" for value in columns)
+        yield f"  {row.length:<20,}" + "".join(f"{value / scale:>14.3f} {unit}" for value in columns)
 
 
 def _memory(summary: Summary) -> Iterator[str]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from flame.cli.parse import parse_args
 from flame.config import JobConfig
 from flame.errors import EXIT_USER_ERROR, UserError
+from flame.utils.commands import translate_flags
 
 DESCRIPTION = """\
 Print the training data of a job: packed sequences with decoded documents, boundaries and masked targets.
@@ -27,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
         for line in inspect_job(config, arguments):
             print(line, flush=True)
     except UserError as error:
-        print(error, file=sys.stderr)
+        print(translate_flags(str(error), {"checkpoint.load_step": "load_step"}), file=sys.stderr)
         return EXIT_USER_ERROR
     return 0
 

@@ -108,7 +108,7 @@ def test_spaces_in_folder_names(tmp_path):
         ("{dir}/one", {"split": "dev"}, r"holds one dataset, train"),
         ("{dir}/configs", {}, r"Config name is missing.*one.*two"),
         ("{dir}/configs", {"name": "three"}, r"three.*one.*two"),
-        ("no-such/dataset", {}, "no-such/dataset"),
+        ("no-such/dataset", {}, "no-such/dataset: .*no such file or folder here either"),
     ],
 )
 def test_faults_say_what_there_is(tmp_path, dataset, options, message):

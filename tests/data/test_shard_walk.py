@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flame.data import shard_walk
-from flame.data.shard_order import ShardOrder
+from flame.data.shard_order import ShardOrder, join_cursor
 from flame.data.shard_walk import ShardWalk
 from flame.errors import UserError
 
@@ -135,3 +135,15 @@ def test_rows_that_wait_for_slow_streams_go_to_disk(monkeypatch):
     slow = [value for stream in (1, 2, 3) for value in values(walk, stream, 1000)[0]]
     assert len(fast) == 1000 and sorted(fast + slow) == [(0, row) for row in range(4000)]
     assert walk.queues[1].file.size > 0
+
+
+def test_passes_do_not_count_what_other_streams_left_behind():
+    """A stream that is turns ahead of another in its lane, as after a resume, has not walked those turns in vain."""
+    order = make_order([4], 2)
+    walk = open_walk(make_source([4]), order, {0: join_cursor(100, 0), 1: 0})
+    values(walk, 0, 1)
+    assert walk.num_passes() == 0
+    values(walk, 0, 20)
+    assert walk.num_passes() == 10
+    values(walk, 1, 42)
+    assert walk.num_passes() == 20

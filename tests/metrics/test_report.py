@@ -32,6 +32,8 @@ def test_several_runs_share_a_picture(tmp_path):
     assert main([*map(str, runs), "--output", str(output), "--x", "tokens"]) == 0
     assert {"gla", "transformer", "tokens"} <= set(output.read_text().replace(">", "<").split("<"))
     assert not (runs[0] / "loss.svg").exists()
+    write_report(runs)
+    assert (runs[0] / "comparison.svg").exists() and not (runs[0] / "loss.svg").exists()
 
 
 def test_validation_losses_are_a_line_of_their_own(tmp_path):

@@ -158,6 +158,13 @@ def test_a_native_model_that_mixes_documents_is_refused():
     assert model.training
 
 
+def test_a_refusal_names_the_class_as_its_author_does():
+    model = attach_training_forward(native_model("falcon_mamba", state_size=4))
+    model.__class__ = type("FSDPFalconMambaForCausalLM", (type(model),), {})  # what fully_shard does
+    with pytest.raises(UserError, match=r"^FalconMambaForCausalLM mixes"):
+        check_varlen_support(model, "cpu")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_encoder_is_refused_and_decoders_are_not(dtype):
     heads = {"num_attention_heads": 2}

@@ -7,13 +7,13 @@ from flame.models.reference.simple_gla import chunk_simple_gla
 from flame.models.ssd import ssd, ssd_step
 from tests.models.reference.recurrences import (
     CU_SEQLENS,
+    TOLERANCE,
     assert_nan_stays_in_its_document,
     assert_same_with_gradients,
     decode,
     per_document,
 )
 
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 TOKENS = ("x", "dt", "B", "C")
 NUM_HEADS = 4
 

@@ -6,10 +6,23 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
+DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["float64", "float32"])
 CU_SEQLENS = (0, 1, 2, 9, 42, 43, 106, 170, 171)  # one-token documents, odd lengths, a whole chunk of 64
+
+
+def log_decays(kind: str, shape: tuple[int, ...]) -> Tensor:
+    """Random log decays: none, mild, strong (a chunk's sum is near -1000), or mixed (differences of large sums)."""
+    return {
+        "none": lambda: torch.zeros(shape),
+        "mild": lambda: -torch.rand(shape) * 0.2,
+        "strong": lambda: -torch.rand(shape) * 30,
+        "mixed": lambda: -torch.where(torch.rand(shape) < 0.1, 300.0, 0.01),
+    }[kind]()
 
 
 def per_document(step: Callable, tensors: dict[str, Tensor], states: Tensor | None, bounds: list[int]) -> tuple:

@@ -6,10 +6,7 @@ import pytest
 import torch
 
 from flame.models.reference import activations
-from tests.models.reference.recurrences import assert_same_with_gradients
-
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
-DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+from tests.models.reference.recurrences import DTYPES, TOLERANCE, assert_same_with_gradients
 
 
 def tanh_gelu(x):

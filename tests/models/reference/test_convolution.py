@@ -6,10 +6,7 @@ import torch.nn.functional as F
 
 from flame.errors import UserError
 from flame.models.reference.convolution import causal_conv1d, causal_conv1d_update
-from tests.models.reference.recurrences import CU_SEQLENS, assert_same_with_gradients
-
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
-DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+from tests.models.reference.recurrences import CU_SEQLENS, DTYPES, TOLERANCE, assert_same_with_gradients
 
 
 def make_inputs(bounds=CU_SEQLENS, width=4, channels=5):

@@ -7,10 +7,8 @@ import torch.nn.functional as F
 from flame.errors import UserError
 from flame.models.reference import cross_entropy
 from flame.models.reference.cross_entropy import cross_entropy_loss, fused_linear_cross_entropy_loss
-from tests.models.reference.recurrences import assert_same_with_gradients
+from tests.models.reference.recurrences import DTYPES, TOLERANCE, assert_same_with_gradients
 
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
-DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 TARGET = torch.tensor([0, 3, -100, 6, 2, -100, 1])
 
 

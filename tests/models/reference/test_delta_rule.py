@@ -14,31 +14,25 @@ from flame.models.reference.delta_rule import (
 from tests.models.reference import recurrences
 from tests.models.reference.recurrences import (
     CU_SEQLENS,
+    DTYPES,
+    TOLERANCE,
     assert_nan_stays_in_its_document,
     assert_same_with_gradients,
     decode,
+    log_decays,
 )
 
 # The relative errors that float64 and float32 arithmetic leave over chunks of 64 and some 170 tokens.
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
-DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 
 
 def make_inputs(bounds, num_heads=2, num_v_heads=2, head_dim=8, value_dim=6, decay="mild", seed=0):
     torch.manual_seed(seed)
     num_tokens = bounds[-1]
-    log_decay = {
-        "none": lambda: torch.zeros(num_tokens, num_v_heads),
-        "mild": lambda: -torch.rand(num_tokens, num_v_heads) * 0.2,
-        "strong": lambda: -torch.rand(num_tokens, num_v_heads) * 30,  # a chunk's sum is near -1000
-        # One strong decay, then weak ones: differences of large sums.
-        "mixed": lambda: -torch.where(torch.rand(num_tokens, num_v_heads) < 0.1, 300.0, 0.01),
-    }[decay]()
     inputs = {
         "q": torch.randn(num_tokens, num_heads, head_dim),
         "k": F.normalize(torch.randn(num_tokens, num_heads, head_dim), dim=-1),
         "v": torch.randn(num_tokens, num_v_heads, value_dim),
-        "g": log_decay,
+        "g": log_decays(decay, (num_tokens, num_v_heads)),
         "beta": torch.rand(num_tokens, num_v_heads),
         "state": torch.randn(len(bounds) - 1, num_v_heads, head_dim, value_dim),
     }

@@ -13,14 +13,14 @@ from flame.models.reference.generalized_delta_rule import (
 from tests.models.reference import recurrences
 from tests.models.reference.recurrences import (
     CU_SEQLENS,
+    DTYPES,
+    TOLERANCE,
     assert_nan_stays_in_its_document,
     assert_same_with_gradients,
     decode,
 )
 
 # The relative errors that float64 and float32 arithmetic leave over chunks of 64 and some 170 tokens.
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
-DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 
 
 def make_inputs(bounds, num_heads=2, head_dim=8, value_dim=6, decay="rwkv7"):

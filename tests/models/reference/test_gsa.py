@@ -8,29 +8,24 @@ from flame.models.reference.gsa import chunk_gsa, fused_recurrent_gsa
 from tests.models.reference import recurrences
 from tests.models.reference.recurrences import (
     CU_SEQLENS,
+    DTYPES,
+    TOLERANCE,
     assert_nan_stays_in_its_document,
     assert_same_with_gradients,
     decode,
+    log_decays,
 )
-
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
-DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 
 
 def make_inputs(bounds, decay="mild", num_heads=2, num_kv_heads=2, head_dim=8, value_dim=6, num_slots=5):
     torch.manual_seed(0)
     num_tokens, slots = bounds[-1], (bounds[-1], num_kv_heads, num_slots)
-    log_decay = {
-        "mild": lambda: -torch.rand(slots) * 0.2,
-        "strong": lambda: -torch.rand(slots) * 30,
-        "mixed": lambda: -torch.where(torch.rand(slots) < 0.1, 300.0, 0.01),
-    }[decay]()
     inputs = {
         "q": torch.randn(num_tokens, num_heads, head_dim),
         "k": torch.randn(num_tokens, num_kv_heads, head_dim),
         "v": torch.randn(num_tokens, num_kv_heads, value_dim),
         "s": torch.rand(slots),
-        "g": log_decay,
+        "g": log_decays(decay, slots),
         "keys": torch.randn(len(bounds) - 1, num_kv_heads, head_dim, num_slots),
         "values": torch.randn(len(bounds) - 1, num_kv_heads, num_slots, value_dim),
     }

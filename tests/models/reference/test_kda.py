@@ -9,30 +9,24 @@ from flame.models.reference.kda import channel_gate, chunk_kda, fused_recurrent_
 from tests.models.reference import recurrences
 from tests.models.reference.recurrences import (
     CU_SEQLENS,
+    DTYPES,
+    TOLERANCE,
     assert_nan_stays_in_its_document,
     assert_same_with_gradients,
     decode,
+    log_decays,
 )
-
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
-DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 
 
 def make_inputs(bounds, num_heads=2, num_v_heads=2, head_dim=8, value_dim=6, decay="mild"):
     torch.manual_seed(0)
     num_tokens = bounds[-1]
     channels = (num_tokens, num_v_heads, head_dim)
-    log_decay = {
-        "none": lambda: torch.zeros(channels),
-        "mild": lambda: -torch.rand(channels) * 0.2,
-        "strong": lambda: -torch.rand(channels) * 30,  # a chunk's sum is near -1000
-        "mixed": lambda: -torch.where(torch.rand(channels) < 0.1, 300.0, 0.01),
-    }[decay]()
     inputs = {
         "q": torch.randn(num_tokens, num_heads, head_dim),
         "k": F.normalize(torch.randn(num_tokens, num_heads, head_dim), dim=-1),
         "v": torch.randn(num_tokens, num_v_heads, value_dim),
-        "g": log_decay,
+        "g": log_decays(decay, channels),
         "beta": torch.rand(num_tokens, num_v_heads),
         "state": torch.randn(len(bounds) - 1, num_v_heads, head_dim, value_dim),
     }

@@ -5,10 +5,7 @@ import torch
 
 from flame.errors import UserError
 from flame.models.reference import norms
-from tests.models.reference.recurrences import assert_same_with_gradients
-
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
-DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+from tests.models.reference.recurrences import DTYPES, TOLERANCE, assert_same_with_gradients
 
 
 def make_inputs(*names):

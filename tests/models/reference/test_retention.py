@@ -10,13 +10,13 @@ from flame.models.reference.retention import chunk_retention, fused_recurrent_re
 from tests.models.reference import recurrences
 from tests.models.reference.recurrences import (
     CU_SEQLENS,
+    DTYPES,
+    TOLERANCE,
     assert_nan_stays_in_its_document,
     assert_same_with_gradients,
     decode,
 )
 
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
-DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 NUM_HEADS = 3
 
 

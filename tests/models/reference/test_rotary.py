@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from flame.models.reference.rotary import rotary_embedding
-from tests.models.reference.recurrences import assert_same_with_gradients
+from tests.models.reference.recurrences import DTYPES, TOLERANCE, assert_same_with_gradients
 
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
-DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 BOUNDS = (0, 1, 4, 9)
 INV_FREQ = torch.tensor([1.0, 0.3, 0.05], dtype=torch.float64)  # 6 of the 8 channels rotate
 

@@ -7,14 +7,14 @@ import torch.nn.functional as F
 from flame.models.reference.selective_scan import selective_scan, selective_scan_step
 from tests.models.reference.recurrences import (
     CU_SEQLENS,
+    DTYPES,
+    TOLERANCE,
     assert_nan_stays_in_its_document,
     assert_same_with_gradients,
     decode,
     per_document,
 )
 
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
-DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 TOKENS = ("x", "dt", "B", "C", "z")
 
 

@@ -7,29 +7,23 @@ from flame.models.reference.simple_gla import chunk_simple_gla
 from tests.models.reference import recurrences
 from tests.models.reference.recurrences import (
     CU_SEQLENS,
+    DTYPES,
+    TOLERANCE,
     assert_nan_stays_in_its_document,
     assert_same_with_gradients,
     decode,
+    log_decays,
 )
-
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
-DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 
 
 def make_inputs(bounds, decay="mild", num_heads=2, head_dim=8, value_dim=6):
     torch.manual_seed(0)
     shape = (bounds[-1], num_heads, head_dim)
-    log_decay = {
-        "none": lambda: torch.zeros(shape[:2]),
-        "mild": lambda: -torch.rand(shape[:2]) * 0.2,
-        "strong": lambda: -torch.rand(shape[:2]) * 30,
-        "mixed": lambda: -torch.where(torch.rand(shape[:2]) < 0.1, 300.0, 0.01),
-    }[decay]()
     inputs = {
         "q": torch.randn(shape),
         "k": torch.randn(shape),
         "v": torch.randn(bounds[-1], num_heads, value_dim),
-        "g": log_decay,
+        "g": log_decays(decay, shape[:2]),
         "state": torch.randn(len(bounds) - 1, num_heads, head_dim, value_dim),
     }
     return {name: x.double() for name, x in inputs.items()}

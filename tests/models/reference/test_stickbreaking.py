@@ -8,10 +8,9 @@ import torch
 from flame.errors import UserError
 from flame.models.reference import stickbreaking
 from flame.models.reference.stickbreaking import parallel_stickbreaking_attn, stickbreaking_attention
-from tests.models.reference.recurrences import CU_SEQLENS, assert_same_with_gradients
+from tests.models.reference.recurrences import CU_SEQLENS, DTYPES, assert_same_with_gradients
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
-DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 
 
 def make_inputs(bounds, num_heads=2, num_kv_heads=2, size=1.0):
