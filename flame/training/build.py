@@ -26,10 +26,11 @@ from flame.metrics.env import write_env
 from flame.metrics.logger import MetricLogger
 from flame.metrics.meter import StepMeter
 from flame.models import BuiltModel, build_model, check_positions, load_model_config
-from flame.models.backend import check_supported, setup_backend
+from flame.models.backend import setup_backend
 from flame.models.blocks import find_blocks
 from flame.models.custom import load_custom_models
 from flame.models.flops import FlopCounter, num_parameters
+from flame.models.supported import check_supported
 from flame.parallel.degrees import resolve_degrees
 from flame.parallel.distributed import Distributed, init_distributed
 from flame.parallel.fsdp import num_sharded

@@ -54,7 +54,7 @@ def train(family: str, folder: Path, part: str, **options: str) -> Job:
     """Run one job in this process; raises UserError when it is refused."""
     base = {"model.config": f"configs/debug/{family}.json", "training.steps": str(STEPS)}
     job = Job(folder / part, base | LEARNING | options)
-    (code,) = run([job.argv], [free_port()], rank=0, world_size=1)
+    (code,) = run([(job.argv, job.fault, free_port())], rank=0, world_size=1)
     if code == USER_ERROR:
         raise UserError("the job is refused; the log says why")
     check(code == OK, f"exit code {code}")
