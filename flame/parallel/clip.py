@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 
 def clip_gradients(
-    parameters: list[nn.Parameter],
+    parameters: Iterable[nn.Parameter],
     max_norm: float,
     *,
     stages: dist.ProcessGroup | None = None,
@@ -29,7 +29,7 @@ def clip_gradients(
         The norm before clipping, a float32 scalar on the parameters' device, equal on every rank. The host does not
         wait for it.
     """
-    copied = set(map(id, copies))
+    parameters, copied = list(parameters), set(map(id, copies))
     counted = [each.grad for each in parameters if each.grad is not None and id(each) not in copied]
     norm = torch.nn.utils.get_total_norm(counted, foreach=True)
     if isinstance(norm, DTensor):

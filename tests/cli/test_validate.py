@@ -205,13 +205,8 @@ def test_what_this_version_lacks_is_refused(name):
     [
         "--training.compile",
         "--training.enable_cpu_offload",
-        "--training.tensor_parallel_degree=2",
-        "--training.data_parallel_replicate_degree=2",
-        "--experimental.pipeline_parallel_degree=2",
-        "--experimental.context_parallel_degree=2",
         "--experimental.enable_compiled_autograd",
         "--float8.enable_float8_linear",
-        "--activation_checkpoint.mode=full",
         "--checkpoint.async_mode=async",
         "--memory_estimation.enabled",
         "--fault_tolerance.enable",

@@ -60,7 +60,7 @@ def test_its_log_has_no_complaint(folder):
 
 
 def test_it_converts_both_ways_and_generates_after_reload(folder):
-    follow(folder, blocks("bash")[1])
+    follow(folder, next(block for block in blocks("bash") if "convert_hf_to_dcp" in block))
     assert (folder / "exp/again/checkpoint/step-0/manifest.json").exists()
     reload = [sys.executable, "-c", blocks("python")[1]]
     done = subprocess.run(reload, cwd=folder, env=user_environment(), capture_output=True, text=True, timeout=120)

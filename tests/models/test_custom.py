@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -116,9 +116,14 @@ def test_a_refused_registration_leaves_the_one_before_in_place():
     assert CONFIG_MAPPING["gla"].__module__.startswith("fla.")
 
 
-def test_a_name_that_another_module_has(write):
-    with pytest.raises(UserError, match="a module named 'torch' is loaded already"):
+def test_a_name_that_another_module_has(write, monkeypatch):
+    with pytest.raises(UserError, match="'torch' is the name of an installed package"):
         load_entry(write("torch", WHOLE), "--custom_models")
+    other = ModuleType("loaded_elsewhere")
+    other.__file__ = "elsewhere/loaded_elsewhere.py"
+    monkeypatch.setitem(sys.modules, "loaded_elsewhere", other)
+    with pytest.raises(UserError, match="a module named 'loaded_elsewhere' is loaded already"):
+        load_entry(write("loaded_elsewhere", WHOLE), "--custom_models")
 
 
 def test_nothing_is_imported_that_is_not_asked_for():
