@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import subprocess
 from collections.abc import Mapping
@@ -80,10 +81,22 @@ def count_gpus(environ: Mapping[str, str]) -> int:
 
 
 def free_port() -> int:
-    """A TCP port that is free on this machine now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A TCP port that is free on this machine now.
+
+    It lies below those that systems hand out by themselves (Linux: from 32768 on): the ranks' own connections, of which
+    there are many, cannot take it before it is used.
+
+    Raises:
+        UserError: no such port is free.
+    """
+    for port in random.SystemRandom().sample(range(20_000, 32_768), 200):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise UserError("no port between 20000 and 32767 is free on this machine; set MASTER_PORT to one that is")
 
 
 def threads_per_process(layout: Layout) -> int:
