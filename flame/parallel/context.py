@@ -70,7 +70,7 @@ class ContextParallel:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.piece: Piece | None = None
-        self.row_bounds = torch.zeros(1, dtype=torch.int64)  # document bounds of the whole row
+        self.row_bounds: torch.Tensor | None = None  # document bounds of the whole row, int32, on the device
 
     def count_targets(self, batch: Batch) -> int:
         """Targets in this rank's piece of a batch (on the CPU)."""
@@ -78,8 +78,9 @@ class ContextParallel:
 
     def enter(self, batch: Batch, device: torch.device) -> Batch:
         """This rank's piece of a batch on the device; the operators exchange what the piece lacks until the next."""
-        self.row_bounds = _row_bounds(batch) if batch.cu_seqlens is None else batch.cu_seqlens
-        self.piece = cut_row(self.row_bounds, self.rank, self.size)
+        bounds = _row_bounds(batch) if batch.cu_seqlens is None else batch.cu_seqlens
+        self.row_bounds = bounds.to(device, torch.int32, non_blocking=True)  # once, not in every layer
+        self.piece = cut_row(bounds, self.rank, self.size)
         piece = self._cut(batch.to(device))
         piece.cu_seqlens = self.piece.cu_seqlens.to(device, non_blocking=True)
         return piece

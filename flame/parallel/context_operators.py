@@ -148,7 +148,7 @@ def _attention_over_heads(context: ContextParallel, original: Callable) -> Calla
         max_seqlen_k: int,
         **options: Any,
     ) -> Tensor:
-        bounds = context.row_bounds.to(cu_seqlens_q)
+        bounds = context.row_bounds
         longest = max_seqlen_q * context.size
         q, k, v = map(to_heads, (q, k, v))
         return to_pieces(original(q, k, v, bounds, bounds, longest, longest, **options))
@@ -159,7 +159,9 @@ def _attention_over_heads(context: ContextParallel, original: Callable) -> Calla
 def _decaying_recurrence(context: ContextParallel, original: Callable) -> Callable:
     """S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T."""
 
-    def recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, **options: Any):
+    def recurrence(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, *, cu_seqlens: Tensor, **options: Any
+    ) -> tuple[Tensor, None]:
         name = "gk" if "gk" in options else "g"
         decay = options.pop("gk", g)
         _check_no_state(options)
@@ -175,7 +177,7 @@ def _decaying_recurrence(context: ContextParallel, original: Callable) -> Callab
         if options.get("state_v_first"):
             transition = transition.mT
         entering = _entering_state(context, state, transition, lambda through, before: through * before)
-        return run(0, initial_state=entering, cu_seqlens=context.piece.cu_seqlens.to(q.device))[0], None
+        return run(0, initial_state=entering, cu_seqlens=cu_seqlens)[0], None
 
     return recurrence
 
@@ -183,7 +185,7 @@ def _decaying_recurrence(context: ContextParallel, original: Callable) -> Callab
 def _delta_rule(context: ContextParallel, original: Callable) -> Callable:
     """S_t = exp(g_t) (I − β_t k_t k_t^T) S_{t-1} + β_t k_t v_t^T."""
 
-    def recurrence(q: Tensor, k: Tensor, v: Tensor, **options: Any):
+    def recurrence(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor, **options: Any) -> tuple[Tensor, None]:
         _check_no_state(options)
         per_token = {key: options.pop(key) for key in ("g", "beta") if options.get(key) is not None}
         options = {key: value for key, value in options.items() if key not in _REPLACED}
@@ -200,12 +202,12 @@ def _delta_rule(context: ContextParallel, original: Callable) -> Callable:
         _, transition = run(start, nothing, initial_state=eye.contiguous(), output_final_state=True)  # [1, H, K, K]
         through = (lambda own, before: before @ own) if options.get("state_v_first") else torch.matmul
         entering = _entering_state(context, state, transition, through)
-        return run(0, v, initial_state=entering, cu_seqlens=context.piece.cu_seqlens.to(q.device))[0], None
+        return run(0, v, initial_state=entering, cu_seqlens=cu_seqlens)[0], None
 
     return recurrence
 
 
-_REPLACED = ("initial_state", "output_final_state", "cu_seqlens", "cu_seqlens_cpu", "chunk_indices", "cp_context")
+_REPLACED = ("initial_state", "output_final_state", "cu_seqlens_cpu", "chunk_indices", "cp_context")
 
 
 def _check_no_state(options: dict[str, Any]) -> None:
