@@ -1,4 +1,4 @@
-"""Collectives that autograd differentiates, on tensors whose first dimension counts the ranks of a group.
+"""Collectives that autograd differentiates; a dimension that counts the ranks of the group is the first.
 
 Every rank of the group must run the backward of each: a graph that loses one of them on some rank hangs the others.
 ``anchor`` keeps a result in the graph where its value does not matter.
@@ -6,6 +6,7 @@ Every rank of the group must run the backward of each: a graph that loses one of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,17 +16,27 @@ from torch import Tensor
 
 def gather_stacked(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[...] of each rank → [ranks, ...]; in the backward each rank gets the sum of all ranks' gradients of its own."""
-    return _GatherStacked.apply(x, group)
+    return _Collective.apply(x, group, _gather, _scatter)
 
 
 def sum_and_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[ranks, ...] of each rank, added up, → this rank's [...]; the backward gathers."""
-    return _SumAndScatter.apply(x, group)
+    return _Collective.apply(x, group, _scatter, _gather)
 
 
 def exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[ranks, ...]: entry j goes to rank j, and entry i of the result came from rank i; its own backward."""
-    return _Exchange.apply(x, group)
+    return _Collective.apply(x, group, _exchange, _exchange)
+
+
+def sum_for_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[...] of all ranks added up; each goes on with the sum in its own way, so that the gradients are added up too."""
+    return _Collective.apply(x, group, _sum, _sum)
+
+
+def sum_of_shares(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[...] of all ranks added up, to one end that they share: the gradient of each is that of the sum."""
+    return _Collective.apply(x, group, _sum, lambda grad, _group: grad)
 
 
 def anchor(x: Tensor, *others: Tensor) -> Tensor:
@@ -47,41 +58,30 @@ def _scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return own.view(x.shape[1:])
 
 
-class _GatherStacked(torch.autograd.Function):
+def _exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    received = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, x.contiguous(), group=group)
+    return received
+
+
+def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+_Run = Callable[[Tensor, dist.ProcessGroup], Tensor]
+
+
+class _Collective(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gather(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _scatter(grad, ctx.group), None
-
-
-class _SumAndScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _scatter(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gather(grad, ctx.group), None
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        received = torch.empty_like(x, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, x.contiguous(), group=group)
-        return received
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, run: _Run, run_back: _Run) -> Tensor:
+        ctx.group, ctx.run_back = group, run_back
+        return run(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        received = torch.empty_like(grad, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, grad.contiguous(), group=ctx.group)
-        return received, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.run_back(grad, ctx.group), None, None, None
 
 
 class _Anchor(torch.autograd.Function):

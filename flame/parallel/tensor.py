@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from flame.errors import UserError
-from flame.parallel.collectives import gather_stacked, sum_and_scatter
+from flame.parallel.collectives import gather_stacked, sum_and_scatter, sum_for_all
 
 SEQUENCE = 1  # the dimension of hidden states [B, T, D] that ranks share
 
@@ -89,7 +89,7 @@ class Share:
 
     def sum(self, x: Tensor) -> Tensor:
         """Added up over the ranks, for all of them."""
-        return _SumForAll.apply(x, self.group)
+        return sum_for_all(x, self.group)
 
     def norm_correction(self, x: Tensor, eps: float) -> Tensor:
         """What turns an RMS norm of this rank's channels x [..., D/ranks] into its part of one over all: [..., 1].
@@ -274,21 +274,3 @@ def gather_sequence(piece: Tensor, group: dist.ProcessGroup) -> Tensor:
 def scatter_sequence(share: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Add up [B, T, D] of all ranks and keep this rank's piece [B, T/ranks, D]; the backward gathers."""
     return sum_and_scatter(share.unflatten(SEQUENCE, (dist.get_world_size(group), -1)).movedim(SEQUENCE, 0), group)
-
-
-class _SumForAll(torch.autograd.Function):
-    # Every rank goes on with the sum in its own way, so that its gradient is added up as well.
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_reduced(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_reduced(grad, ctx.group), None
-
-
-def _all_reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total

@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 from flame.errors import UserError
 from flame.models.loss import IGNORE_INDEX, HeadOptions
+from flame.models.reference.cross_entropy import linear_cross_entropy, scale_and_cap
+from flame.parallel.collectives import sum_of_shares
 from flame.parallel.tensor import (
     SEQUENCE,
     Shadows,
@@ -25,8 +27,6 @@ from flame.parallel.tensor import (
     scatter_sequence,
 )
 
-BLOCK_ELEMENTS = 1 << 24  # logits of a block of rows on each rank
-
 
 def share_embedding(name: str, embedding: nn.Module, mesh: DeviceMesh) -> None:
     """Give each rank an equal part of the vocabulary's rows; the output is this rank's piece of the sequence.
@@ -35,10 +35,7 @@ def share_embedding(name: str, embedding: nn.Module, mesh: DeviceMesh) -> None:
         UserError: the module does more than look up rows, or the vocabulary does not divide.
     """
     size, rank = mesh.size(), mesh.get_local_rank()
-    if type(embedding).forward is not nn.Embedding.forward:
-        raise UserError(
-            f"training.tensor_parallel_degree = {size}: {name} is a {type(embedding).__name__}, not known here"
-        )
+    _check_embedding(name, embedding, size)
     if embedding.num_embeddings % size:
         raise UserError(
             f"training.tensor_parallel_degree = {size} does not divide the {embedding.num_embeddings} rows of {name}; "
@@ -102,8 +99,8 @@ def share_head(name: str, head: nn.Linear, mesh: DeviceMesh) -> Callable:
     def loss(piece: Tensor, head: nn.Linear, labels: Tensor, options: HeadOptions) -> Tensor:
         hidden_states = gather_sequence(piece, group).flatten(0, 1)  # [B T, D]
         bias = None if head.bias is None else local_parameter(head.bias)
-        part = _Part(group, first, options)
-        return _VocabularyParallelLoss.apply(hidden_states, local_parameter(head.weight), bias, labels.flatten(), part)
+        of_logits = partial(_loss_and_gradient, part=_Part(group, first, options))
+        return linear_cross_entropy(hidden_states, local_parameter(head.weight), bias, labels.flatten(), of_logits)
 
     return loss
 
@@ -123,7 +120,7 @@ def keep_head(head: nn.Linear, mesh: DeviceMesh, whole_loss: Callable) -> Callab
         shadows.put()
         own = whole_loss(piece, head, labels.chunk(size, SEQUENCE)[rank], options)
         shadows.remove()
-        return _SumOfPieces.apply(own, group)
+        return sum_of_shares(own, group)
 
     return loss
 
@@ -145,39 +142,10 @@ class _Part:
         return value
 
 
-class _VocabularyParallelLoss(torch.autograd.Function):
-    """Sum of the cross entropies; gradients are computed along with it, a block of rows at a time."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, part: _Part) -> Tensor:
-        loss = torch.zeros((), device=x.device)
-        grad_x, grad_weight = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
-        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-        block = max(1, BLOCK_ELEMENTS // weight.shape[0])
-        for start in range(0, len(x), block):
-            rows = slice(start, start + block)
-            logits = F.linear(x[rows], weight, bias).float()
-            block_loss, grad = _loss_and_gradient(logits, labels[rows], part)
-            loss += block_loss
-            grad = grad.to(x.dtype)
-            grad_x[rows] = grad @ weight
-            grad_weight += grad.t() @ x[rows]
-            if grad_bias is not None:
-                grad_bias += grad.sum(0)
-        ctx.save_for_backward(grad_x, grad_weight.to(weight.dtype), None if bias is None else grad_bias.to(bias.dtype))
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        return *(None if each is None else each * grad.to(each.dtype) for each in ctx.saved_tensors), None, None
-
-
-def _loss_and_gradient(logits: Tensor, labels: Tensor, part: _Part) -> tuple[Tensor, Tensor]:
+def _loss_and_gradient(logits: Tensor, labels: Tensor, factor: float, *, part: _Part) -> tuple[Tensor, Tensor]:
     """Sum of the rows' losses, and its gradient by this rank's logits [rows, V/ranks] (l2warp's penalty included)."""
     options = part.options
-    shaped = logits * options.logit_scale
-    if options.logit_softcapping is not None:
-        shaped = options.logit_softcapping * (shaped / options.logit_softcapping).tanh()
+    shaped = scale_and_cap(logits, options.logit_scale, options.logit_softcapping)
     largest = part.max(shaped.amax(-1))  # [rows]
     exponentials = (shaped - largest[:, None]).exp()
     places = labels - part.first
@@ -190,7 +158,7 @@ def _loss_and_gradient(logits: Tensor, labels: Tensor, part: _Part) -> tuple[Ten
 
     grad = exponentials / total[:, None]
     grad.scatter_add_(1, picked, -is_own.to(grad.dtype)[:, None])
-    grad *= valid[:, None] * options.logit_scale
+    grad *= valid[:, None] * (factor * options.logit_scale)
     if options.logit_softcapping is not None:
         grad *= 1 - (shaped / options.logit_softcapping).square()
     if options.l2warp_penalty:
@@ -198,15 +166,3 @@ def _loss_and_gradient(logits: Tensor, labels: Tensor, part: _Part) -> tuple[Ten
         is_largest = own_largest[:, 0] == part.max(own_largest[:, 0].clone())
         grad.scatter_add_(1, place, own_largest * (options.l2warp_penalty * is_largest[:, None]))
     return loss, grad
-
-
-class _SumOfPieces(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, group: dist.ProcessGroup) -> Tensor:
-        loss = loss.clone()
-        dist.all_reduce(loss, group=group)
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ def cross_entropy_loss(
     """
     if process_group is not None:
         raise UserError("the reference backend does not have a vocabulary-parallel cross entropy")
-    logits = _transform(logits.to(compute_dtype(logits)), logit_scale, logit_softcapping)
+    logits = scale_and_cap(logits.to(compute_dtype(logits)), logit_scale, logit_softcapping)
     loss = F.cross_entropy(logits, target, reduction="none", ignore_index=ignore_index, label_smoothing=label_smoothing)
     if lse_square_scale == 0.0:
         return loss, torch.zeros_like(loss)
@@ -90,9 +92,32 @@ def fused_linear_cross_entropy_loss(
     if reduction not in ("mean", "sum"):
         raise UserError(f"a fused linear cross entropy's reduction is mean or sum, got {reduction!r}")
     penalty = l2_penalty_factor / max(len(x), 1) if use_l2warp else 0.0
-    options = (ignore_index, label_smoothing, logit_scale, logit_softcapping, penalty)
+    of_logits = partial(
+        _loss_and_gradient,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        logit_scale=logit_scale,
+        logit_softcapping=logit_softcapping,
+        penalty=penalty,
+    )
     num_valid = (target != ignore_index).sum().clamp_min(1) if reduction == "mean" else None
-    return _LinearCrossEntropy.apply(x, weight, bias, target, num_valid, options)
+    return linear_cross_entropy(x, weight, bias, target, of_logits, num_valid)
+
+
+LossAndGradient = Callable[[Tensor, Tensor, float | Tensor], tuple[Tensor, Tensor]]
+"""(logits [rows, V], targets [rows], factor) -> sum of the losses, and factor times its gradient by the logits."""
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    of_logits: LossAndGradient,
+    num_valid: Tensor | None = None,
+) -> Tensor:
+    """A loss of x weight^T + bias, given the loss of a block of logits; divided by ``num_valid`` where it is given."""
+    return _LinearCrossEntropy.apply(x, weight, bias, target, num_valid, of_logits)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -109,7 +134,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         target: Tensor,
         num_valid: Tensor | None,
-        options: tuple,
+        of_logits: LossAndGradient,
     ) -> Tensor:
         dtype = compute_dtype(x)
         elements = _LinearCrossEntropy.GPU_BLOCK_ELEMENTS if x.is_cuda else _LinearCrossEntropy.BLOCK_ELEMENTS
@@ -122,7 +147,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(x), block):
             rows = slice(start, start + block)
             logits = F.linear(x[rows], weight, bias)
-            loss, grad = _loss_and_gradient(logits.to(dtype), target[rows], factor, *options)
+            loss, grad = of_logits(logits.to(dtype), target[rows], factor)
             loss_sum += loss
             grad_x[rows] = grad.to(x.dtype) @ weight
             _add_product(grad_weight, grad, x[rows])
@@ -150,6 +175,7 @@ def _loss_and_gradient(
     logits: Tensor,
     target: Tensor,
     factor: float | Tensor,
+    *,
     ignore_index: int,
     label_smoothing: float,
     logit_scale: float,
@@ -158,7 +184,7 @@ def _loss_and_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Sum of the rows' losses, and its gradient times `factor` by the logits (plus the l2warp penalty's)."""
     largest = logits.max(-1, keepdim=True) if penalty else None
-    shaped = _transform(logits, logit_scale, logit_softcapping)
+    shaped = scale_and_cap(logits, logit_scale, logit_softcapping)
     log_probs = shaped.log_softmax(-1)
     valid = target != ignore_index
     picked = target.masked_fill(~valid, 0)[:, None]
@@ -176,7 +202,8 @@ def _loss_and_gradient(
     return losses.masked_fill(~valid, 0.0).sum(), grad
 
 
-def _transform(logits: Tensor, logit_scale: float, logit_softcapping: float | None) -> Tensor:
+def scale_and_cap(logits: Tensor, logit_scale: float, logit_softcapping: float | None) -> Tensor:
+    """c tanh(s logits / c) for a factor s and a cap c, s logits without a cap."""
     if logit_scale != 1.0:
         logits = logits * logit_scale
     if logit_softcapping is not None:
