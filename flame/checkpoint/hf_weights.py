@@ -99,8 +99,9 @@ class HFWeights:
         return list(self._open(file).keys())
 
     def _open(self, name: str) -> Any:
-        """A file's handle (safetensors) or its tensors (a torch file), opened once."""
+        """A file's handle (safetensors) or its tensors (a torch file), mapped into memory."""
         if name not in self._files:
+            self._files.clear()  # what is read of a mapped file stays in this process's memory: one at a time
             path = self.folder / name
             try:
                 if name.endswith(".safetensors"):

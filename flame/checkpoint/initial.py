@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +52,12 @@ def load_initial(
     """
     ranks = Ranks(group)
     wanted = {name: t for name, t in tensors.items() if name.startswith(MODEL) or not weights_only}
+    elsewhere = ranks.union([*wanted, *(tied or {})])
     source = ranks.together(lambda: find_source(path))
     if isinstance(source, StepSource):
         ranks.on_main(lambda: check_source(source))
-        return _load_step(source, wanted, weights_only, exclude, tied or {}, ranks)
-    _load_hf_folder(source, wanted, exclude, tied or {}, ranks)
+        return _load_step(source, wanted, weights_only, exclude, elsewhere, ranks)
+    _load_hf_folder(source, wanted, exclude, elsewhere, ranks)
     return {}
 
 
@@ -65,12 +66,12 @@ def _load_step(
     wanted: dict[str, torch.Tensor],
     weights_only: bool,
     exclude: Sequence[str],
-    tied: Mapping[str, str],
+    elsewhere: Collection[str],
     ranks: Ranks,
 ) -> dict[str, Any]:
     sizes = {name: entry.size for name, entry in tensor_metadata(source.metadata).items()}
     vocab = read_vocab_size(source.run / MODEL_CONFIG)
-    names = match_names(sizes_of(wanted), sizes, str(source.folder), exclude, stored_vocab=vocab, ignore=tied)
+    names = match_names(sizes_of(wanted), sizes, str(source.folder), exclude, stored_vocab=vocab, ignore=elsewhere)
     filled = {name: wanted[name] for name in names}
     _report(wanted, filled, sizes, ranks)
     if source.manifest is None:
@@ -87,13 +88,13 @@ def _load_hf_folder(
     folder: Path,
     wanted: dict[str, torch.Tensor],
     exclude: Sequence[str],
-    tied: Mapping[str, str],
+    elsewhere: Collection[str],
     ranks: Ranks,
 ) -> None:
     weights = ranks.together(lambda: HFWeights(folder))
     sizes = {MODEL + name: size for name, size in weights.sizes.items()}
     vocab = weights.vocab_size()
-    names = match_names(sizes_of(wanted), sizes, str(folder), exclude, stored_vocab=vocab, ignore=tied)
+    names = match_names(sizes_of(wanted), sizes, str(folder), exclude, stored_vocab=vocab, ignore=elsewhere)
     filled = {name: wanted[name] for name in names}
     _report(wanted, filled, sizes, ranks)
     ranks.together(lambda: load_hf_tensors(weights, filled, MODEL))

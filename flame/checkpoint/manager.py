@@ -1,11 +1,11 @@
-"""The checkpoints of a run: save, list, choose, load, keep the newest."""
+"""The checkpoints of a run: save, list, choose, load."""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from flame.checkpoint import folders
-from flame.checkpoint.dcp import read_metadata, read_tensors, tensor_metadata, write_tensors
+from flame.checkpoint.background import BackgroundSaves, Save
+from flame.checkpoint.dcp import read_metadata, read_tensors, tensor_metadata
 from flame.checkpoint.manifest import (
     CHECKSUM_LIMIT,
     BrokenCheckpoint,
@@ -21,34 +22,16 @@ from flame.checkpoint.manifest import (
     Manifest,
     check_contents,
     reading,
-    sha256,
-    sync_folder,
-    write_json,
-    write_manifest,
 )
 from flame.checkpoint.matching import match_names, sizes_of
 from flame.checkpoint.names import MODEL, OPTIMIZER
 from flame.checkpoint.ranks import Ranks
-from flame.errors import UserError
+from flame.checkpoint.writer import TRAIN_STATE, CheckpointWriter, Staged, any_under
 
 logger = logging.getLogger(__name__)
 
-TRAIN_STATE = "train_state.json"
+ASYNC_MODES = ("async", "async_with_pinned_mem")
 EXPORT_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
-
-class SaveError(UserError):
-    """A checkpoint could not be written (a full disk, a folder that nodes do not share); earlier ones are intact."""
-
-
-@dataclass(frozen=True)
-class Staged:
-    """A checkpoint in memory, ready to be written."""
-
-    step: int
-    tensors: dict[str, torch.Tensor]
-    train_state: dict[str, Any]
-    dtype: str | None
 
 
 class CheckpointManager:
@@ -60,6 +43,9 @@ class CheckpointManager:
         verify: "size" checks presence and sizes before loading, "full" checksums too, "auto" takes "full" below 10 GB.
             Checksums are taken at every save below 10 GB, and with "full" at every save.
         group: process group of the ranks; the default group when None. A single process needs none.
+        async_mode: "async" or "async_with_pinned_mem" for ``start_save``, with a snapshot in ordinary or page-locked
+            host memory.
+        background_group: gloo group of the ranks for ``start_save``, which nothing else uses.
     """
 
     def __init__(
@@ -68,11 +54,17 @@ class CheckpointManager:
         keep_latest_k: int = 0,
         verify: str = "auto",
         group: dist.ProcessGroup | None = None,
+        async_mode: str = "disabled",
+        background_group: dist.ProcessGroup | None = None,
     ):
         self.folder = Path(folder)
-        self.keep_latest_k = keep_latest_k
         self.verify = verify
         self.ranks = Ranks(group)
+        self.writer = CheckpointWriter(self.folder, keep_latest_k, verify == "full", self.ranks)
+        self.background: BackgroundSaves | None = None
+        if async_mode in ASYNC_MODES:
+            writer = replace(self.writer, ranks=Ranks(background_group))
+            self.background = BackgroundSaves(writer, pinned=async_mode == "async_with_pinned_mem")
         self._cleaned = False
         self._loaded_step: int | None = None
 
@@ -87,6 +79,8 @@ class CheckpointManager:
     ) -> Path:
         """Save a checkpoint; on return it is complete, on the disk and visible, and older ones beyond k are gone.
 
+        No save may be under way in the background: see ``finish_save``.
+
         Args:
             step: optimizer steps done.
             tensors: ``model.<fqn>`` and ``optimizer.<fqn>.<slot>``, plain or DTensor, the same names on every rank.
@@ -100,17 +94,51 @@ class CheckpointManager:
 
         Raises:
             SaveError: it could not be written, on whichever rank; raised on all ranks, earlier checkpoints intact.
+            UserError: the folder is not shared between the nodes; raised on all ranks.
             TypeError: ``train_state`` holds something that JSON would lose or change.
         """
         self._clean()
-        staged = self.ranks.together(lambda: self._stage(step, tensors, train_state, weights_only, export_dtype))
-        try:
-            manifest = self._write(staged, fetch)
-            self._publish(manifest)
-        except (RuntimeError, OSError, UserError) as error:
-            self._discard(step)
-            raise SaveError(f"checkpoint of step {step} was not saved in {self.folder}: {error}") from error
-        return folders.step_folder(self.folder, step)
+        dtype = export_dtype if weights_only else None
+        chosen = {name: t for name, t in tensors.items() if name.startswith(MODEL) or not weights_only}
+        if dtype is not None:
+            chosen = {name: t.to(EXPORT_DTYPES[dtype]) if t.is_floating_point() else t for name, t in chosen.items()}
+        staged = self.ranks.together(lambda: self._stage(step, chosen, train_state, dtype, fetch))
+        folder = self.writer.write(staged)
+        self._loaded_step = None
+        return folder
+
+    def start_save(self, step: int, tensors: Mapping[str, torch.Tensor], train_state: Mapping[str, Any]) -> None:
+        """Begin to save in the background, as ``save`` does; no other save may be under way (``finish_save``).
+
+        The tensors must not change before ``wait_for_snapshot`` has returned.
+
+        Raises:
+            UserError: there is no memory for the snapshot; raised on all ranks.
+            TypeError: as with ``save``.
+        """
+        self._clean()
+        staged = self.ranks.together(lambda: self._stage(step, tensors, train_state))
+        self.prepare(tensors)
+        self.background.start(staged)
+
+    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take the host memory that ``start_save`` needs, so that the first save does not have to."""
+        if self.background is not None:
+            self.ranks.together(lambda: self.background.prepare(tensors))
+
+    def wait_for_snapshot(self) -> None:
+        """Wait until the tensors of the save under way may change; to be called before each update."""
+        if self.background is not None:
+            self.background.wait_for_snapshot()
+
+    def take_finished(self) -> Save | None:
+        """The background save that ended since the last call, failed or not. Not collective: ranks may learn of it at
+        different steps."""
+        return self._outcome(self.background.take_finished()) if self.background is not None else None
+
+    def finish_save(self, timeout: float | None = None) -> Save | None:
+        """Wait for the background save under way, if there is one, and take it; ``timeout`` in seconds."""
+        return self._outcome(self.background.wait(timeout)) if self.background is not None else None
 
     def find_step(self, load_step: int = -1) -> int | None:
         """The step to resume from, verified: ``load_step`` itself, or the newest complete one for -1.
@@ -162,8 +190,8 @@ class CheckpointManager:
 
         Args:
             step: one that ``find_step`` or ``steps`` gave.
-            tensors: what to load into, by checkpoint name.
-            strict: refuse missing and unexpected names.
+            tensors: what this rank loads into, by checkpoint name.
+            strict: refuse names that the checkpoint lacks, and those that no rank loads.
             exclude: ``checkpoint.exclude_from_loading``: tensors and keys of the train state to leave out.
 
         Returns:
@@ -178,9 +206,10 @@ class CheckpointManager:
         with reading(folder):
             metadata = self.ranks.together(lambda: read_metadata(folder))
             sizes = {name: entry.size for name, entry in tensor_metadata(metadata).items()}
-            names = match_names(sizes_of(tensors), sizes, str(folder), exclude, strict)
+            elsewhere = self.ranks.union(tensors)
+            names = match_names(sizes_of(tensors), sizes, str(folder), exclude, strict, ignore=elsewhere)
             matched = {name: tensors[name] for name in names}
-            if self.ranks.is_main and _any_under(tensors, OPTIMIZER) and not _any_under(matched, OPTIMIZER):
+            if self.ranks.is_main and any_under(tensors, OPTIMIZER) and not any_under(matched, OPTIMIZER):
                 logger.warning("no optimizer state is taken from %s: the optimizer starts fresh", folder)
             read_tensors(folder, matched, metadata, self.ranks.group)
             return self.ranks.on_main(lambda: read_train_state(folder, manifest, exclude))
@@ -214,84 +243,24 @@ class CheckpointManager:
         step: int,
         tensors: Mapping[str, torch.Tensor],
         train_state: Mapping[str, Any],
-        weights_only: bool,
-        export_dtype: str | None,
+        dtype: str | None = None,
+        fetch: Callable[[str], torch.Tensor] | None = None,
     ) -> Staged:
-        """Fix what is saved; a background save would copy it to host memory here."""
-        dtype = export_dtype if weights_only else None
-        chosen = {name: t for name, t in tensors.items() if name.startswith(MODEL) or not weights_only}
-        if dtype is not None:
-            chosen = {name: t.to(EXPORT_DTYPES[dtype]) if t.is_floating_point() else t for name, t in chosen.items()}
         state = dict(train_state)
         check_plain(state, "train_state")
-        return Staged(step, chosen, state, dtype)
+        return Staged(step, tensors, state, dtype, fetch, went_on_from=self._loaded_step)
 
-    def _write(self, staged: Staged, fetch: Callable[[str], torch.Tensor] | None) -> Manifest:
-        """Write everything but the manifest into the hidden folder, every file synced."""
-        folder = self.ranks.on_main(lambda: folders.start_writing(self.folder, staged.step))
-        self.ranks.together(lambda: _check_shared(folder, self.folder))
-        write_tensors(folder, staged.tensors, self.ranks.group, fetch=fetch)
-        self.ranks.on_main(lambda: write_json(folder / TRAIN_STATE, staged.train_state))
-        return Manifest(
-            step=staged.step,
-            world_size=self.ranks.size,
-            contents=_contents(staged),
-            files=self._describe_files(folder),
-            dtype=staged.dtype,
-        )
-
-    def _describe_files(self, folder: Path) -> dict[str, FileEntry]:
-        """Sizes and checksums of the files of a folder; each rank reads those that it wrote."""
-        sizes = self.ranks.on_main(lambda: {path.name: path.stat().st_size for path in sorted(folder.iterdir())})
-        wanted = self.verify == "full" or sum(sizes.values()) < CHECKSUM_LIMIT
-        mine = _share(list(sizes), self.ranks) if wanted else []
-        sums: dict[str, str] = {}
-        for part in self.ranks.gather(self.ranks.together(lambda: {name: sha256(folder / name) for name in mine})):
-            sums |= part
-        return {name: FileEntry(size, sums.get(name)) for name, size in sizes.items()}
-
-    def _publish(self, manifest: Manifest) -> None:
-        """Complete the hidden folder, give it its name, and only then remove older checkpoints."""
-
-        def publish() -> None:
-            folder = self.folder / f".step-{manifest.step}.tmp"
-            write_manifest(folder, manifest)
-            sync_folder(folder)
-            self._set_aside()
-            folders.publish(self.folder, manifest.step)
-
-        self.ranks.on_main(publish)
-        if self.ranks.is_main:
-            self._purge(manifest.step)
-
-    def _set_aside(self) -> None:
-        """At the first save after a load: later steps than the loaded one are of a course that this run has left."""
-        if self._loaded_step is None:
-            return
-        left = folders.set_aside(self.folder, self._loaded_step)
-        if left:
-            names = ", ".join(f"step-{step}" for step in left)
-            logger.warning("%s: %s set aside as step-N.replaced, since this run went on from step %d",
-                           self.folder, names, self._loaded_step)  # fmt: skip
-        self._loaded_step = None
-
-    def _purge(self, step: int) -> None:
-        try:
-            folders.purge(self.folder, self.keep_latest_k, protect=[step])
-        except OSError as error:  # the new checkpoint stands; an old one that stays is no reason to stop
-            logger.warning("could not remove old checkpoints in %s: %s", self.folder, error)
-
-    def _discard(self, step: int) -> None:
-        """Give back the space of a save that failed; the folder may be unreadable by now, which is no second fault."""
-        if self.ranks.is_main:
-            folders.discard(self.folder, step)
+    def _outcome(self, save: Save | None) -> Save | None:
+        if save is not None and save.error is None:
+            self._loaded_step = None  # what was left is set aside by now
+        return save
 
     def _find_damage(self, manifest: Manifest) -> str | None:
         """Compare checksums, each rank a share of the files; the reason when a file is damaged."""
         if self.verify == "size" or (self.verify == "auto" and manifest.num_bytes >= CHECKSUM_LIMIT):
             return None
         folder = folders.step_folder(self.folder, manifest.step)
-        mine = {name: manifest.files[name] for name in _share(sorted(manifest.files), self.ranks)}
+        mine = {name: manifest.files[name] for name in self.ranks.share(sorted(manifest.files))}
         reasons = self.ranks.gather(self.ranks.together(lambda: _reason(folder, mine)))
         return next((reason for reason in reasons if reason is not None), None)
 
@@ -314,30 +283,12 @@ def check_plain(value: Any, where: str) -> None:
         raise TypeError(f"{where} is a {type(value).__name__}: the train state is plain JSON data")
 
 
-def _contents(staged: Staged) -> tuple[str, ...]:
-    parts = [p for p, prefix in (("model", MODEL), ("optimizer", OPTIMIZER)) if _any_under(staged.tensors, prefix)]
-    return (*parts, *(["train_state"] if staged.train_state else []))
-
-
-def _any_under(names: Mapping[str, Any], prefix: str) -> bool:
-    return any(name.startswith(prefix) for name in names)
-
-
-def _share(names: list[str], ranks: Ranks) -> list[str]:
-    return names[ranks.rank :: ranks.size]
-
-
 def _reason(folder: Path, files: dict[str, FileEntry]) -> str | None:
     try:
         check_contents(folder, files)
     except BrokenCheckpoint as error:
         return str(error)
     return None
-
-
-def _check_shared(folder: Path, root: Path) -> None:
-    if not folder.is_dir():
-        raise SaveError(f"{root} is not shared between the nodes: what rank 0 makes there is not seen here")
 
 
 def read_train_state(folder: Path, manifest: Manifest, exclude: Sequence[str] = ()) -> dict[str, Any]:

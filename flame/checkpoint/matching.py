@@ -32,7 +32,8 @@ def match_names(
         exclude: entries of ``checkpoint.exclude_from_loading``.
         strict: refuse names that only one side has.
         stored_vocab: vocabulary size of the source; a tensor with that many rows may fill one with more.
-        ignore: names of the source that need no counterpart (tied weights).
+        ignore: names of the source that need no counterpart: tied weights, and what other ranks load (a pipeline's
+            stages hold a part of the model each).
 
     Raises:
         UserError: names or shapes do not match, or an exclusion matches nothing.

@@ -10,6 +10,7 @@ from torch import nn
 
 from flame.errors import UserError
 from flame.fqn import clean_fqn
+from flame.parallel.float8 import master_weight
 
 MODEL = "model."
 OPTIMIZER = "optimizer."
@@ -29,7 +30,7 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            tensors[MODEL + clean_fqn(name)] = tensor.detach()
+            tensors[MODEL + clean_fqn(name)] = master_weight(tensor.detach())
     return tensors
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -40,6 +41,10 @@ class Ranks:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    def share(self, items: list[T]) -> list[T]:
+        """This rank's part of work that is divided among all."""
+        return items[self.rank :: self.size]
+
     def gather(self, value: T) -> list[T]:
         """The value of every rank, on every rank, in rank order. Collective."""
         if self.size == 1:
@@ -47,6 +52,14 @@ class Ranks:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def union(self, names: Iterable[str]) -> set[str]:
+        """The names of all ranks together; a digest is all that travels where every rank has the same. Collective."""
+        own = set(names)
+        digest = hashlib.sha256("\n".join(sorted(own)).encode()).hexdigest()
+        if len(set(self.gather(digest))) == 1:
+            return own
+        return set().union(*self.gather(own))
 
     def on_main(self, function: Callable[[], T]) -> T:
         """Run ``function`` on rank 0 and return its value, or raise its error, on every rank. Collective."""

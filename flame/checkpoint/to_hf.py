@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -113,10 +113,16 @@ def _write_weights(
 ) -> None:
     total = sum(spec.num_bytes for part in shards.values() for spec in part.values())
     done = 0
+    # One buffer for all batches: what DCP read into lives on in its reference cycles until Python collects them.
+    buffer = torch.empty(0, dtype=torch.uint8)
     for file_name, specs in shards.items():
         with SafetensorsFile(aside / file_name, specs) as file:
             for names in _batches(file.names, specs):
-                tensors = {MODEL + name: torch.empty(specs[name].size, dtype=specs[name].dtype) for name in names}
+                num_bytes = sum(specs[name].num_bytes for name in names)
+                if num_bytes > buffer.numel():
+                    buffer = torch.empty(num_bytes, dtype=torch.uint8)
+                views = _views(buffer, [specs[name] for name in names])
+                tensors = dict(zip([MODEL + name for name in names], views, strict=True))
                 read_tensors(source.folder, tensors, source.metadata, alone=True)
                 for name in names:
                     file.write(name, tensors[MODEL + name])
@@ -125,6 +131,15 @@ def _write_weights(
                     on_bytes(done, total)
     if len(shards) > 1:
         write_index(aside, shards)
+
+
+def _views(buffer: torch.Tensor, specs: Iterable[TensorSpec]) -> Iterator[torch.Tensor]:
+    """Tensors that lie in the buffer one after the other; aligned where wider dtypes come first."""
+    start = 0
+    for spec in specs:
+        end = start + spec.num_bytes
+        yield buffer[start:end].view(spec.dtype).view(spec.size)
+        start = end
 
 
 def _batches(names: list[str], specs: Mapping[str, TensorSpec]) -> Iterator[list[str]]:

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from flame.checkpoint import folders
-from flame.checkpoint.manager import CheckpointManager, SaveError, check_plain
+from flame.checkpoint.manager import CheckpointManager, check_plain
 from flame.checkpoint.manifest import reading
 from flame.checkpoint.names import model_tensors, optimizer_tensors
+from flame.checkpoint.writer import SaveError
 from flame.errors import UserError
 
 from .tiny import assert_equal, make_model, make_state
@@ -224,10 +225,10 @@ def save_and_die(root, module, name, after):
 
 
 KILL_POINTS = [
-    ("before any file", "manager", "write_tensors", False, [1, 2]),
-    ("before the train state", "manager", "write_tensors", True, [1, 2]),
-    ("before the manifest", "manager", "write_manifest", False, [1, 2]),
-    ("before the rename", "manager", "write_manifest", True, [1, 2]),
+    ("before any file", "writer", "write_tensors", False, [1, 2]),
+    ("before the train state", "writer", "write_tensors", True, [1, 2]),
+    ("before the manifest", "writer", "write_manifest", False, [1, 2]),
+    ("before the rename", "writer", "write_manifest", True, [1, 2]),
     ("after the rename", "folders", "purge", False, [1, 2, 3]),
     ("after the purge", "folders", "purge", True, [2, 3]),
 ]

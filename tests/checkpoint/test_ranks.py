@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from flame.checkpoint import manager as manager_module
 from flame.checkpoint.initial import load_initial
-from flame.checkpoint.manager import CheckpointManager, SaveError
+from flame.checkpoint.manager import CheckpointManager
 from flame.checkpoint.names import create_optimizer_state, model_tensors, optimizer_tensors
 from flame.checkpoint.ranks import Ranks
+from flame.checkpoint.writer import SaveError
 from flame.errors import UserError
 
 from .tiny import assert_equal, make_model, make_state, train
@@ -109,7 +110,7 @@ def a_folder_that_is_not_shared(rank, root):
     checkpoints = CheckpointManager(root / "unshared" / str(rank))
     local = manager_module.folders.start_writing
     checkpoints.ranks.on_main = lambda function: _on_main_elsewhere(rank, root, function)
-    with pytest.raises(SaveError, match=r"rank 1: .* is not shared between the nodes"):
+    with pytest.raises(UserError, match=r"rank 1: .* is not shared between the nodes"):
         checkpoints.save(1, {"model.a": torch.zeros(2)}, {})
     assert manager_module.folders.start_writing is local
 
@@ -119,11 +120,27 @@ def _on_main_elsewhere(rank, root, function):
     return value or root / "unshared" / "0" / f"missing-on-{rank}"
 
 
+def a_part_on_each_rank(rank, root):
+    """Stages of a pipeline hold different tensors: what a stage lacks is no surplus, what no stage has is one."""
+    state = {"model.a": torch.full((2,), 1.0), "model.b": torch.full((2,), 2.0)}
+    own = {name: state[name] for name in [sorted(state)[rank]]}
+    checkpoints = CheckpointManager(root / "parts")
+    checkpoints.save(1, own, {})
+    for load in (lambda t: checkpoints.load(1, t), lambda t: load_initial(root / "parts", t, weights_only=False)):
+        loaded = {name: torch.zeros(2) for name in own}
+        load(loaded)
+        assert_equal(loaded, own)
+        with pytest.raises(UserError, match=r"1 unexpected \(model.b\)"):
+            load({"model.a": torch.zeros(2)})
+
+
 def decisions(rank, root):
     """Values and errors of one rank reach both."""
     ranks = Ranks()
     assert ranks.on_main(lambda: "main" if rank == 0 else "other") == "main"
     assert ranks.gather(rank) == [0, 1]
+    assert ranks.union(["a", "b"]) == {"a", "b"}
+    assert ranks.union(["shared", str(rank)]) == {"shared", "0", "1"}
     with pytest.raises(UserError, match="only rank 0 knows"):
         ranks.on_main(lambda: raise_(UserError("only rank 0 knows")))
     with pytest.raises(RuntimeError, match=r"rank 1: ValueError: odd"):
@@ -146,6 +163,7 @@ CASES = [
     hugging_face_slices,
     a_rank_that_cannot_write,
     a_folder_that_is_not_shared,
+    a_part_on_each_rank,
 ]
 
 
