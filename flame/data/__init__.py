@@ -1,10 +1,10 @@
 """From rows to batches: sources -> order -> tokenize -> pack -> load.
 
 ============= ==================================================================================
-sources       what the rows are: local files, saved folders, hub datasets, the standard library
+sources       what the rows are: local files, saved folders, hub datasets, ``stdlib``
 columns       which of their columns is trained on
 shards        sources that stream in, front to back
-loading       getting them through ``datasets``, with faults that say what to change
+loading       getting them through ``datasets``, with faults that say what to change; ``hub`` knows whether it is there
 order         which row stands at a virtual position, by the keyed permutation of ``permutation``
 shard_order   which rows of which shards a stream gets, when they stream in
 mixture       which source each document of a stream comes from

@@ -18,7 +18,7 @@ from flame.data.shard_order import ShardOrder
 from flame.data.shards import ShardedSource
 from flame.data.sources import Source, open_sources
 from flame.data.state import STATE_VERSION, StreamState
-from flame.data.streams import DataPlan, StreamReader
+from flame.data.streams import DataPlan, StreamReader, check_data_ranks
 from flame.data.tokenize import DocumentEncoder
 from flame.data.workers import SequencePool
 from flame.errors import UserError
@@ -54,12 +54,7 @@ class DataLoader:
         dp_size: int = 1,
         gather: Callable[[object], list] | None = None,
     ):
-        if plan.num_streams % dp_size:
-            divisors = [str(size) for size in range(1, plan.num_streams + 1) if plan.num_streams % size == 0]
-            raise UserError(
-                f"{dp_size} data-parallel ranks do not divide --training.num_streams {plan.num_streams}; "
-                f"numbers that do: {', '.join(divisors)}"
-            )
+        check_data_ranks(plan.num_streams, dp_size)
         assert gather or dp_size == 1 or not plan.max_epochs, "several ranks must agree on when the data ends"
         self.plan = plan
         self.fingerprint = fingerprint

@@ -7,11 +7,13 @@ import glob
 import importlib.util
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
+from flame.data import hub
 from flame.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -84,7 +86,9 @@ def load_rows(spec, streaming: bool = False):
     target = str(path) if path.is_dir() else spec.dataset
     if not path.is_dir():
         logger.info("dataset %s: no such file or folder here, asking the Hugging Face hub", spec.dataset)
-    options |= _encoding_of_folder(spec, path)
+    files = [str(file) for file in path.rglob("*") if file.is_file()] if path.is_dir() else []
+    _warn_of_kinds(spec, files)
+    options |= _encoding_of_folder(spec, files)
     return _load(spec, target, streaming, name=spec.name or None, **options)
 
 
@@ -129,11 +133,17 @@ def _load(spec, target: str, streaming: bool, **options):
         dataset = builder.as_streaming_dataset(split=spec.split)
         return StreamedRows(dataset, list((builder.config.data_files or {}).get(spec.split, [])))
 
+    asks_hub = _asks_hub(spec, target)
+    unreachable = hub.why_unreachable() if asks_hub and not datasets.config.HF_HUB_OFFLINE else ""
     try:
-        return with_retries(load, spec.dataset)
+        with hub.offline() if unreachable else nullcontext():
+            return with_retries(load, spec.dataset)
     except Exception as error:  # datasets raises ValueError, OSError, its own and pyarrow's types for users' faults
-        hint = "; there is no such file or folder here either" if _asks_hub(spec, target) else ""
-        raise UserError(f"--training.dataset {spec.dataset}: {describe(error)}{hint}") from error
+        reason = describe(error)
+        if unreachable:
+            reason = f"the Hugging Face hub cannot be reached ({unreachable}), and its cache here says: {reason}"
+        hint = "; there is no such file or folder here either" if asks_hub else ""
+        raise UserError(f"--training.dataset {spec.dataset}: {reason}{hint}") from error
 
 
 def _asks_hub(spec, target: str) -> bool:
@@ -178,12 +188,31 @@ def expand_files(dataset: str) -> list[str]:
     return []
 
 
-def _encoding_of_folder(spec, path: Path) -> dict[str, str]:
+def _warn_of_kinds(spec, files: list[str]) -> None:
+    """``datasets`` reads the files of one format in a folder, and says nothing of the others."""
+    kinds = Counter(filter(None, map(_builder_of, files)))
+    if len(kinds) > 1 and not spec.data_files:
+        folder = spec.dataset.rstrip("/")
+        logger.warning(
+            "training.dataset = %s mixes files of several formats (%s), and those of one format alone are read: name "
+            "them with a pattern, such as %s",
+            spec.dataset,
+            ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items())),
+            " or ".join(f"{folder}/**/*{_ending_of(kind, files)}" for kind in sorted(kinds)),
+        )
+
+
+def _ending_of(builder: str, files: list[str]) -> str:
+    """The ending that the first file of a format has, compression included."""
+    first = next(file for file in files if _builder_of(file) == builder)
+    return "".join(Path(first).suffixes[-2:] if Path(first).suffix.lower() in COMPRESSIONS else [Path(first).suffix])
+
+
+def _encoding_of_folder(spec, files: list[str]) -> dict[str, str]:
     """As ``_encoding``, for a folder, or a format's name with ``data_files``, whose builder ``datasets`` chooses."""
     if spec.dataset in TEXT_BUILDERS:
         files = [file for pattern in spec.data_files for file in expand_files(pattern)]
         return _encoding(spec.dataset, files)
-    files = [str(file) for file in path.rglob("*") if file.is_file()] if path.is_dir() else []
     builders = {_builder_of(file) for file in files} - {None}
     if not builders or not builders <= set(TEXT_BUILDERS):
         return {}

@@ -47,7 +47,8 @@ class ReadAhead:
 
     A tokenizer lets other Python threads run while it works, so it works on a thread of its own, without a pause while
     there is another batch to be had; making arrays of what it gave is left to the caller's thread, as is reading the
-    rows. The thread starts with the first batch, in the process that uses it: worker processes are forked before.
+    rows. What it gave is freed on its own thread. The thread starts with the first batch, in the process that uses it:
+    worker processes are forked before.
 
     Args:
         sources: where rows come from.
@@ -88,7 +89,10 @@ class ReadAhead:
             UserError: a row cannot be read, or holds no text and ``skip_bad_rows`` is off.
         """
         batch = self.batches.popleft()
-        documents = [self.encoder.frame(part.result()) for part in batch.parts]
+        parts = [part.result() for part in batch.parts]
+        documents = [self.encoder.frame(part) for part in parts]
+        for part in parts:  # from another thread each piece would wait for the allocator's lock, which its thread holds
+            self.thread.submit(part.rows.clear)
         return batch.requests, interleave(documents, batch.places)
 
     def close(self, wait: bool = False) -> None:

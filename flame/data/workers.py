@@ -7,6 +7,8 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -22,6 +24,10 @@ from flame.data.state import StreamState
 from flame.data.streams import DataPlan, StreamReader
 from flame.errors import UserError, WorkerDied
 
+# The longest that the tokenizer's thread waits for Python's lock, which it needs before and after each batch: by
+# Python's own 5 ms, up to a tenth of its time.
+SWITCH_SECONDS = 2e-4
+ORPHAN_SECONDS = 0.5  # between two looks at whether the trainer is there
 TOKENS_PER_MESSAGE = 65_536
 MIN_MESSAGES_AHEAD = 2  # one to be taken apart, and one to be made meanwhile
 
@@ -179,7 +185,26 @@ def _settle_worker(worker_id: int) -> None:
     """Preemption signals reach every process of a job: the trainer decides what happens then, and ends its workers."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
+    _die_with_the_trainer()
     torch.set_num_threads(1)
+    sys.setswitchinterval(SWITCH_SECONDS)
     reset_lock()  # the thread that fsspec reads remote files with is not in a forked process; it starts another
     # A forked process has lost the tokenizer's thread pool and would wait for it for ever.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def _die_with_the_trainer() -> None:
+    """End this process soon after a killed trainer leaves it behind.
+
+    torch's own check would have it wait for ever with a message that nobody reads; and the trainer's connections, which
+    a forked worker has too, would stay open, so that the other ranks do not learn of its death. Linux's parent death
+    signal would not do: it comes when the *thread* that forked ends.
+    """
+    trainer = multiprocessing.parent_process().pid
+
+    def watch() -> None:
+        while os.getppid() == trainer:
+            time.sleep(ORPHAN_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="trainer", daemon=True).start()

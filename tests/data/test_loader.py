@@ -155,10 +155,10 @@ def test_resume_takes_the_same_time_at_any_step():
     state = merge_state_dicts([loader.state_dict()])
     state["num_sequences"] = 2 * 10**9
     state["streams"] = [[100, 10**9, 0, 10**9] for _ in state["streams"]]
-    started = time.perf_counter()
+    started = time.process_time()
     loader.load_state_dict(state)
     loader.next_step()
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
 
 
 def test_batch_size_default(corpus):

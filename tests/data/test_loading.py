@@ -3,6 +3,7 @@ import codecs
 import gzip
 import json
 import lzma
+from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -77,6 +78,19 @@ def test_folders_of_files_and_data_files_inside_them(tmp_path):
     write_jsonl(tmp_path / "2.jsonl", [{"text": "second"}])
     assert texts(tmp_path) == ["first", "second"]
     assert texts(tmp_path, data_files=("2.jsonl",)) == ["second"]
+
+
+def test_a_folder_of_several_formats_is_named(tmp_path, caplog):
+    write_jsonl(tmp_path / "1.jsonl", [{"text": "first"}])
+    write_jsonl(tmp_path / "2.jsonl", [{"text": "second"}])
+    (tmp_path / "notes.txt").write_text("third\n")
+    with caplog.at_level("WARNING"):
+        assert texts(tmp_path) == ["first", "second"]
+    assert f"{tmp_path} mixes files of several formats (2 json, 1 text)" in caplog.text
+    assert f"{tmp_path}/**/*.jsonl or {tmp_path}/**/*.txt" in caplog.text
+    caplog.clear()
+    assert texts(tmp_path, data_files=("2.jsonl",)) == ["second"]
+    assert "mixes" not in caplog.text
 
 
 def test_saved_datasets(tmp_path):
@@ -155,6 +169,19 @@ def test_lasting_network_faults_end(online):
     with pytest.raises(RuntimeError):
         with_retries(action, "some/dataset", waits.append)
     assert len(waits) == HUB_ATTEMPTS - 1
+
+
+@pytest.mark.parametrize(("status", "num_waits"), [(503, 4), (429, 4), (404, 0)])
+def test_servers_that_are_down_or_busy_are_asked_again(online, status, num_waits):
+    error, waits = OSError("the hub's answer"), []
+    error.response = SimpleNamespace(status_code=status)
+
+    def action():
+        raise error
+
+    with pytest.raises(OSError, match="the hub's answer"):
+        with_retries(action, "some/dataset", waits.append)
+    assert waits == [2, 4, 8, 16][:num_waits]
 
 
 def test_users_faults_are_not_retried(online):

@@ -97,7 +97,7 @@ def test_time_is_linear_in_document_length():
 
     buffer = StreamBuffer(StreamState())
     push(buffer, [4_000_000])
-    started = time.perf_counter()
+    started = time.process_time()
     for _ in range(4_000_000 // 2048):
         pack_sequence(buffer, 2048, 2048)
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5

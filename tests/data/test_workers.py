@@ -90,3 +90,21 @@ def test_workers_end_at_once(corpus):
     started = time.perf_counter()
     loader.close()
     assert time.perf_counter() - started < 5 and not multiprocessing.active_children()
+
+
+def test_workers_do_not_outlive_a_killed_trainer(corpus):
+    """With a message in the pipe that nobody reads any more, and is longer than the pipe takes."""
+    script = (
+        "import multiprocessing, os, signal, time\n"
+        "from tests.data.corpus import make_loader\n"
+        f"loader = make_loader({corpus!r}, num_workers=2, seq_len=65536)\nloader.next_step()\n"
+        "print(*[worker.pid for worker in multiprocessing.active_children()], flush=True)\n"
+        "time.sleep(1)\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    left = [Path("/proc", pid) for pid in done.stdout.split()]
+    assert len(left) == 2, done.stderr
+    deadline = time.monotonic() + 5
+    while any(path.exists() for path in left) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [path.name for path in left if path.exists()]
