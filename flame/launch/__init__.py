@@ -1,1 +1,2 @@
-"""Starting a run: the launcher, the layout of its processes, their exit codes, the versions they need."""
+"""Starting a run: the launcher, the layout of its processes, their exit codes, the versions and caches they
+need, and the kernels that are compiled while they start."""

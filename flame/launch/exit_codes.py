@@ -9,6 +9,6 @@ CRASH = 1
 USER_ERROR = EXIT_USER_ERROR
 """The job or its environment has to be changed; what to change was printed."""
 PREEMPTED = 75
-"""Asked to stop (SIGTERM, SIGUSR1): the run saved a checkpoint and can be resumed. EX_TEMPFAIL of sysexits.h."""
+"""Asked to stop (SIGTERM, SIGUSR1, Ctrl-C): the run saved what it had and can be resumed. EX_TEMPFAIL of sysexits.h."""
 KILLED = 128
 """Plus the signal's number: a process was killed by that signal, without saving."""

@@ -8,19 +8,28 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from flame.cli import parse as cli
 from flame.config import JobConfig
+from flame.dry_run.command import is_dry, planned_size
 from flame.errors import UserError
-from flame.launch import exit_codes
+from flame.launch import ahead, exit_codes, notes
+from flame.launch.caches import set_up_caches
 from flame.launch.layout import Layout, free_port, read_layout, threads_per_process
+from flame.launch.stop_signals import SignalWatcher, exit_when_asked
 from flame.launch.versions import check_versions
 from flame.parallel.degrees import resolve_degrees
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 DEMO = ["--job.config_file", "configs/debug.toml"]
 TRAINER = "flame.train"
@@ -41,12 +50,19 @@ def main(argv: list[str], trainer: str = TRAINER) -> int:
         config = cli.parse_args(argv)
         check_versions()
         layout = read_layout(os.environ)
-        resolve_degrees(config, layout.world_size)
+        resolve_degrees(config, planned_size(config, layout.world_size))
+        for note in set_up_caches(config.job.cache_dir, os.environ):
+            print(f"flame: {note}", flush=True)
     except UserError as error:
         print(error, file=sys.stderr)
         return exit_codes.USER_ERROR
+    if is_dry(config):
+        os.environ.update(RANK="0", WORLD_SIZE=str(layout.world_size))
+        return import_module(trainer).main(argv)
     print(f"flame: starting {layout.world_size} process{'es' * (layout.world_size > 1)}", flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_process(layout)))
+    # Kept for as long as the run goes on.
+    compiling = ahead.start_if_worthwhile(config, argv, layout.world_size, os.environ)  # noqa: F841
     if layout.world_size == 1:
         return run_here(argv, layout, trainer)
     return run_with_torchrun(argv, config, layout, trainer)
@@ -69,41 +85,65 @@ def run_with_torchrun(argv: list[str], config: JobConfig, layout: Layout, traine
     """Train in ``layout.processes_per_node`` processes of this machine, with a log of each in the run folder.
 
     SIGTERM, SIGINT and SIGUSR1 reach every process, which then has ``checkpoint.preempt_timeout_seconds`` to save.
-    The code returned is that of the process that failed first.
+    The code returned is that of the process that failed first. Of a run that a signal has stopped, this process ends
+    with its code here.
     """
-    # What torchrun says of a stopped or failed process is said below, in one line and with the place of its log. Its
-    # loggers take their level from this variable when they are made; the processes must not.
-    level = os.environ.pop("LOGLEVEL", None)
-    os.environ["LOGLEVEL"] = "CRITICAL"
-    # Imported late: it imports torch.
-    from torch.distributed import run as torchrun
+    torchrun = _import_torchrun()
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(config.checkpoint.preempt_timeout_seconds)
+    # torchrun hands SIGTERM on to its processes but dies of SIGUSR1, and leaves them behind.
+    signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+
+    with tempfile.TemporaryDirectory(prefix="flame_") as folder:
+        os.environ[notes.FOLDER] = folder
+        log_folder = _log_folder(config, layout)
+        # A second signal ends the processes at once; torchrun would wait for them a second time.
+        watcher = SignalWatcher(lambda _: None, lambda _: notes.kill_rest(Path(folder)))
+        try:
+            with watcher:
+                torchrun.main([*torchrun_options(log_folder, layout), "-m", "flame.launch.worker", trainer, *argv])
+        except ChildFailedError as error:
+            rank, failure = _first_failure(error.failures, Path(folder))
+            code = _code_of(failure, Path(folder))
+            if code != exit_codes.PREEMPTED:
+                _report_failure(rank, failure.local_rank, code, log_folder, layout)
+            return code
+        except SignalException as error:
+            codes = [code for code, _ in notes.read_codes(Path(folder)).values()]
+            stopped_code = max(codes, default=exit_codes.KILLED + error.sigval)
+        else:
+            return exit_codes.OK
+        finally:
+            notes.kill_rest(Path(folder))
+            del os.environ[notes.FOLDER]
+    # A second signal may have kept torchrun from stopping the threads that follow the logs; Python would wait for them.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(stopped_code)
+
+
+def _import_torchrun() -> ModuleType:
+    """torchrun, silenced: of a stopped or failed process the launcher itself says one line, with the place of its log.
+
+    Imported late, as it imports torch.
+    """
+    level = os.environ.get("LOGLEVEL")
+    os.environ["LOGLEVEL"] = "CRITICAL"  # which its loggers take when they are made; the processes must not
+    torchrun = import_module("torch.distributed.run")
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     del os.environ["LOGLEVEL"]
     if level is not None:
         os.environ["LOGLEVEL"] = level
-    # torchrun hands SIGTERM on to its processes but dies of SIGUSR1, and leaves them behind.
-    signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    return torchrun
 
-    with tempfile.TemporaryDirectory(prefix="flame_") as exit_folder:
-        log_folder = Path(config.job.dump_folder) / "logs"
-        try:
-            torchrun.main(
-                [*torchrun_options(log_folder, layout), "-m", "flame.launch.worker", exit_folder, trainer, *argv]
-            )
-        except ChildFailedError as error:
-            rank, failure = _first_failure(error.failures, Path(exit_folder))
-            code = failure.exitcode if failure.exitcode > 0 else exit_codes.KILLED - failure.exitcode
-            _report_failure(rank, failure.local_rank, code, log_folder, layout)
-            return code
-        except SignalException as error:
-            codes = [int(path.read_text()) for path in Path(exit_folder).iterdir()]
-            return max(codes, default=exit_codes.KILLED + error.sigval)
-    return exit_codes.OK
+
+def _log_folder(config: JobConfig, layout: Layout) -> Path:
+    """Where the logs of this launcher's processes go; launchers of several machines share the storage."""
+    folder = Path(config.job.dump_folder) / "logs"
+    return folder / f"{socket.gethostname()}_{os.getpid()}" if layout.num_nodes > 1 else folder
 
 
 def torchrun_options(log_folder: Path, layout: Layout) -> list[str]:
@@ -120,7 +160,7 @@ def torchrun_options(log_folder: Path, layout: Layout) -> list[str]:
     ]
 
 
-def _first_failure(failures: dict, exit_folder: Path) -> tuple:
+def _first_failure(failures: dict[int, ProcessFailure], folder: Path) -> tuple[int, ProcessFailure]:
     """The rank that failed first, and how; the others fail because of it, often within the same moment.
 
     A process killed by a signal of its own (torchrun ends the others with SIGTERM) leaves no exit code behind; of
@@ -129,8 +169,15 @@ def _first_failure(failures: dict, exit_folder: Path) -> tuple:
     for rank, failure in failures.items():
         if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
             return rank, failure
-    notes = {int(path.name): path.stat().st_mtime_ns for path in exit_folder.iterdir()}
-    return min(failures.items(), key=lambda item: notes.get(item[1].local_rank, float("inf")))
+    left_at = {rank: when for rank, (_, when) in notes.read_codes(folder).items()}
+    return min(failures.items(), key=lambda item: left_at.get(item[1].local_rank, float("inf")))
+
+
+def _code_of(failure: ProcessFailure, folder: Path) -> int:
+    """A rank's exit code: the one it noted, since torchrun may have killed it on its way out."""
+    if noted := notes.read_codes(folder).get(failure.local_rank):
+        return noted[0]
+    return failure.exitcode if failure.exitcode > 0 else exit_codes.KILLED - failure.exitcode
 
 
 def _report_failure(rank: int, local_rank: int, code: int, log_folder: Path, layout: Layout) -> None:
@@ -156,4 +203,5 @@ def describe(code: int) -> str:
 
 def entry() -> None:
     """The ``flame-train`` command."""
+    exit_when_asked()
     sys.exit(main(sys.argv[1:]))

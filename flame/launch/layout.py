@@ -48,17 +48,26 @@ def read_layout(environ: Mapping[str, str]) -> Layout:
             f"NNODE = {num_nodes}: a run on several machines needs MASTER_ADDR and MASTER_PORT, "
             "the same on each: the address of one of them and a free port there"
         )
+    if num_nodes > 1:
+        _check_address(address)
     shown = environ.get("LOG_RANK") or "0"
-    if not all(rank.strip().isdigit() and int(rank) < processes for rank in shown.split(",")):
+    if not all(rank.strip().isdecimal() and int(rank) < processes for rank in shown.split(",")):
         raise UserError(f"LOG_RANK = {shown}: must be numbers from 0 to {processes - 1}, with commas")
     return Layout(num_nodes, processes, address or "127.0.0.1", port, shown)
+
+
+def _check_address(address: str) -> None:
+    try:
+        socket.getaddrinfo(address, None)
+    except OSError as error:
+        raise UserError(f"MASTER_ADDR = {address}: no machine is known by that name here ({error})") from error
 
 
 def _positive(environ: Mapping[str, str], name: str, default: int | None) -> int | None:
     text = environ.get(name, "")
     if not text:
         return default
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise UserError(f"{name} = {text}: must be a whole number, at least 1")
     return int(text)
 

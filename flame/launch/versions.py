@@ -42,7 +42,7 @@ def check_versions() -> None:
         faults.append(f"Python {sys.version.split()[0]} (needs >={_show(PYTHON)})")
     for name, (lowest, too_new) in REQUIRED.items():
         needs = f"needs >={_show(lowest)}" + (f",<{_show(too_new)}" if too_new else "")
-        installed = _installed(name)
+        installed = installed_version(name)
         if installed is None:
             faults.append(f"no {name} ({needs})")
         elif parse(installed) < lowest or (too_new and parse(installed) >= too_new):
@@ -56,7 +56,8 @@ def parse(version: str) -> Version:
     return tuple(int(number) for number in re.match(r"\d+(?:\.\d+)*", version).group().split("."))
 
 
-def _installed(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
+    """The version of a distribution; None where it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -1,22 +1,25 @@
-"""One process of a run with several: the trainer, and a note of its exit code, which torchrun itself does not keep."""
+"""One process of a run with several: the trainer, with notes for the launcher."""
 
 from __future__ import annotations
 
-import os
 import sys
 from importlib import import_module
-from pathlib import Path
 
-from flame.launch import exit_codes
+from flame.launch import exit_codes, notes
+from flame.launch.stop_signals import exit_when_asked
 
 
-def main(exit_folder: str, trainer: str, *argv: str) -> int:
-    """Run ``trainer.main(argv)``; its exit code is returned and written to ``{exit_folder}/{LOCAL_RANK}``."""
+def main(trainer: str, *argv: str) -> int:
+    """Run ``trainer.main(argv)``; its exit code is returned and noted."""
+    exit_when_asked()
+    notes.leave_id()
     code = exit_codes.CRASH
     try:
         code = import_module(trainer).main(list(argv))
+    except SystemExit as stop:
+        code = stop.code
     finally:
-        (Path(exit_folder) / os.environ["LOCAL_RANK"]).write_text(str(code))
+        notes.leave_code(code)
     return code
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from flame.launch import exit_codes
 from flame.launch import launcher as launch
+from flame.launch.stop_signals import SAME_REQUEST_SECONDS
 from flame.paths import PACKAGE_ROOT
 
 JOB = ["--model.config", "org/model", "--training.dataset", "builtin:stdlib"]
@@ -34,6 +35,10 @@ def main(argv):
         raise RuntimeError("broken on purpose")
     if how == "kill" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    if how == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        (folder / f"id{rank}").write_text(str(os.getpid()))
+        time.sleep(60)
     if how in ("wait", "kill", "raise"):
         try:
             time.sleep(60)
@@ -119,6 +124,27 @@ def test_a_signal_reaches_every_process(stub, sent):
     run.send_signal(sent)
     run.communicate(timeout=60)
     assert run.returncode == exit_codes.PREEMPTED
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_second_signal_ends_all_at_once(stub, sent):
+    """With processes that take no notice of the first."""
+    run = start(stub, "stubborn", 2)
+    ids = [stub / f"id{rank}" for rank in range(2)]
+    deadline = time.monotonic() + 60
+    while not all(path.exists() and path.read_text() for path in ids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    run.send_signal(sent)
+    time.sleep(SAME_REQUEST_SECONDS + 2)  # the launcher may be slow to see the first
+    assert run.poll() is None
+    began = time.monotonic()
+    run.send_signal(sent)
+    run.communicate(timeout=60)
+    assert time.monotonic() - began < 20, "torchrun alone waits another 30 s"
+    assert run.returncode == exit_codes.KILLED + signal.SIGTERM
+    for path in ids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(path.read_text()), 0)
 
 
 def test_a_wrong_job_starts_nothing(stub, capsys):

@@ -52,8 +52,8 @@ def test_one_process_per_gpu_and_one_on_a_cpu(gpus):
 
 
 def test_environment_says_otherwise():
-    given = {"NNODE": "2", "NGPU": "3", "MASTER_ADDR": "node1", "MASTER_PORT": "29500", "LOG_RANK": "0,2"}
-    assert read_layout(given) == Layout(2, 3, "node1", 29500, "0,2")
+    given = {"NNODE": "2", "NGPU": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "LOG_RANK": "0,2"}
+    assert read_layout(given) == Layout(2, 3, "127.0.0.1", 29500, "0,2")
     assert read_layout(given).world_size == 6
 
 
@@ -61,6 +61,11 @@ def test_environment_says_otherwise():
     ("given", "message"),
     [
         ({"NGPU": "many"}, "NGPU = many: must be a whole number, at least 1"),
+        ({"NGPU": "²"}, "NGPU = ²: must be a whole number, at least 1"),
+        (
+            {"NGPU": "1", "NNODE": "2", "MASTER_ADDR": "no.such.host.invalid", "MASTER_PORT": "29500"},
+            "MASTER_ADDR = no.such.host.invalid: no machine is known by that name here",
+        ),
         ({"NGPU": "0"}, "NGPU = 0: must be a whole number, at least 1"),
         ({"NGPU": "1", "NNODE": "2"}, "NNODE = 2: a run on several machines needs MASTER_ADDR and MASTER_PORT"),
         ({"NGPU": "2", "LOG_RANK": "2"}, "LOG_RANK = 2: must be numbers from 0 to 1"),

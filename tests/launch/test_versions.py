@@ -34,8 +34,8 @@ def test_this_environment_is_right():
     ],
 )
 def test_what_is_wrong_and_how_to_mend_it(monkeypatch, name, installed, message):
-    real = versions._installed
-    monkeypatch.setattr(versions, "_installed", lambda each: installed if each == name else real(each))
+    real = versions.installed_version
+    monkeypatch.setattr(versions, "installed_version", lambda each: installed if each == name else real(each))
     with pytest.raises(UserError, match=message) as error:
         check_versions()
     assert "pip install" in str(error.value)
