@@ -33,6 +33,7 @@ class Documents:
         return cls(cu_seqlens, int(cu_seqlens.diff().max()))
 
 
+@torch.compiler.disable  # training.compile leaves kernels alone
 def stick_breaking_attention(
     q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -50,7 +51,7 @@ def stick_breaking_attention(
     """
     if mask is not None:
         return _masked_attention(q, k, v, mask)
-    if q.is_cuda and q.shape[1] == k.shape[1] and not runs_reference():
+    if not q.is_cpu and q.shape[1] == k.shape[1] and not runs_reference():
         # Imported late: Triton is there on Linux only, and machines without a GPU have no use for it.
         from custom_models.sba.kernels import stick_breaking_kernel
 

@@ -7,7 +7,7 @@ build             the model without memory, and the recipe of its weights
 recorder          what a constructor does to its tensors, to be done again elsewhere
 init              initial weights, the same at any layout
 blocks            the repeated layers: what is sharded on its own
-loss              the training forward: token ids and labels to the sum of the losses
+loss              the training forward: token ids and labels to the sum of the losses, by ``linear_cross_entropy``
 proofs            that a model looks at no later token and at no other document
 backend           which code runs FLA's operators, and all that is replaced in FLA
 reference         FLA's operators in plain PyTorch
@@ -17,6 +17,8 @@ state_space       Mamba's and Mamba-2's mixers, on ``selective_scan`` and ``ssd`
 selective_scan    Mamba's scan in Triton, with ``selective_scan_kernels``
 ssd               Mamba-2's scan as linear attention
 chunk_backward    one backward step that FLA refuses on some GPUs
+tuning            how the candidates of a Triton kernel are compiled and timed
+without_kernels   FLA's layers on tensors without memory, for plans
 generation        FLA's caches with the newest transformers
 mixers            one FLOP formula a token mixer; ``pairs`` counts what attention computes
 flops             training FLOPs of a model

@@ -1,6 +1,6 @@
 """Which code runs FLA's operators, and the one list of everything that flame replaces inside FLA.
 
-Five sets of replacements, written against flash-linear-attention 0.6:
+Seven sets of replacements, written against flash-linear-attention 0.6:
 
 - reference operators: FLA's are Triton kernels, which do not run on a CPU; `--model.backend reference` also asks for
   them on a GPU, to check a kernel against an independent answer.
@@ -10,6 +10,8 @@ Five sets of replacements, written against flash-linear-attention 0.6:
 - state space mixers: FLA's Mamba and Mamba2 layers run on from one packed document into the next, and without the
   mamba_ssm package in loops or products that no long sequence fits (flame/models/state_space.py, on any backend).
 - generation: with transformers 5.24 FLA's models lose their cache (flame/models/generation.py).
+- the loss: FLA multiplies float32 matrices for the output projection's gradient (flame/models/linear_cross_entropy.py).
+- autotuning: Triton tries the candidates of a kernel one after the other (flame/models/tuning.py).
 
 A function is replaced by identity, wherever a loaded `fla` module has bound it: FLA's modules import each other's
 functions by name, so that replacing it at its home alone would change nothing. FLA's own backend registry covers only
@@ -26,17 +28,19 @@ import io
 import logging
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from flame.errors import UserError
-from flame.models.attention import make_attention, resolve_attention_backend
+from flame.models.attention import Attention, resolve_attention_backend
 from flame.models.chunk_backward import chunk_bwd_dqkwg
 from flame.models.generation import is_cache_renamed, prepare_inputs_for_generation
+from flame.models.linear_cross_entropy import make_fused_loss
 from flame.models.native_attention import register_native_attention
 from flame.models.state_space import make_mamba2_forward, make_mamba_forward
+from flame.models.tuning import bench_compiled, keep_plain_results
 from flame.quiet import quiet_third_party
 
 BACKENDS = ("auto", "triton", "reference")
@@ -109,6 +113,8 @@ _FUNCTIONS: tuple[tuple[str, str, str], ...] = (
     ("fla.modules.fused_cross_entropy", "cross_entropy_loss", "cross_entropy"),
     ("fla.modules.fused_linear_cross_entropy", "fused_linear_cross_entropy_loss", "cross_entropy"),
 )
+# Reference modules whose functions a compiler can fuse with what is around them.
+_FUSIBLE = ("activations", "gated_group_norm", "norms")
 # Methods that themselves refuse or launch kernels, whatever functions their module binds.
 _CROSS_ENTROPY = "fla.modules.fused_cross_entropy"
 _METHODS: tuple[tuple[str, str, str, str], ...] = (
@@ -128,6 +134,7 @@ _ATTENTION_MODULES = (
 )
 
 _installed: list[tuple[Any, Any, Any, bool]] = []  # (namespace, name, original, is a dict)
+_attention: list[Attention] = []  # the one in place
 
 
 def setup_backend(
@@ -140,7 +147,7 @@ def setup_backend(
     Args:
         backend: "auto" (triton on a GPU, reference on a CPU), "triton" or "reference".
         device_type: "cuda" or "cpu".
-        attention_backend: "auto", "varlen", "sdpa", "flex" or "flash" (flame/models/attention.py).
+        attention_backend: one of ATTENTION_BACKENDS (flame/models/attention.py).
         context_len: longest document in a packed row, in tokens; keeps attention from planning for the whole row.
 
     Returns:
@@ -155,15 +162,17 @@ def setup_backend(
     uninstall()
     if resolved == "reference":
         _install_reference()
-    elif needs_chunk_backward():
-        _install_chunk_backward()
-    dense, varlen = make_attention(attention, context_len)
-    if attention != "flash":
-        _install_attention(dense, varlen)
+    else:
+        _install_tuning()
+        wrap_operator("fla.modules.fused_linear_cross_entropy", "fused_linear_cross_entropy_loss", make_fused_loss)
+        if needs_chunk_backward():
+            _install_chunk_backward()
+    _attention[:] = [Attention(attention, context_len)]
+    _install_attention(_attention[0])
     _install_state_space(resolved)
-    register_native_attention(varlen)
+    register_native_attention(_attention[0].varlen)
     if is_cache_renamed():
-        mixin = _find("fla.models.generation_utils", "FLAGenerationMixin")
+        mixin = find_operator("fla.models.generation_utils", "FLAGenerationMixin")
         _replace(mixin, "prepare_inputs_for_generation", prepare_inputs_for_generation)
     return resolved
 
@@ -179,10 +188,15 @@ def resolve_backend(backend: str, device_type: str) -> str:
     return backend
 
 
+def attention_in_use() -> Attention:
+    """The attention that the last ``setup_backend`` put in place; its backend may be changed."""
+    return _attention[0]
+
+
 def runs_reference() -> bool:
     """Whether the reference operators are in place now; custom models with kernels of their own ask."""
     module_name, name, source = _FUNCTIONS[0]
-    return "fla.models" in sys.modules and _find(module_name, name) is _reference(source, name)
+    return "fla.models" in sys.modules and find_operator(module_name, name) is _reference(source, name)
 
 
 def import_fla() -> None:
@@ -202,21 +216,47 @@ def wrap_operator(module_name: str, name: str, wrap: Callable[[Callable], Callab
     Raises:
         UserError: this release of FLA has no such operator.
     """
-    owner, _, method = name.partition(".")
-    current = _find(module_name, owner)
-    if method:
-        _replace(current, method, wrap(getattr(current, method)))
-    else:
-        _replace_everywhere(current, wrap(current))
+    wrap_operators([(module_name, name, wrap)])
 
 
-def find_operator(module_name: str, name: str) -> Callable:
-    """An operator of FLA's, as the backend in use has it.
+def wrap_operators(wraps: Iterable[tuple[str, str, Callable[[Callable], Callable]]]) -> None:
+    """``wrap_operator`` for many, in one walk over FLA's modules. One that is returned as it is stays."""
+    pairs = []
+    for module_name, name, wrap in wraps:
+        owner, _, method = name.partition(".")
+        current = find_operator(module_name, owner)
+        operator = getattr(current, method) if method else current
+        wrapped = wrap(operator)
+        if wrapped is operator:
+            continue
+        if method:
+            _replace(current, method, wrapped)
+        else:
+            pairs.append((current, wrapped))
+    _replace_everywhere(*pairs)
+
+
+def find_operator(module_name: str, name: str) -> Any:
+    """A function or class of FLA's, as the backend in use has it.
 
     Raises:
-        UserError: this release of FLA has no such operator.
+        UserError: this release of FLA has none of that name.
     """
-    return _find(module_name, name)
+    try:
+        return getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        fla = importlib.import_module("fla")
+        raise UserError(
+            f"flash-linear-attention {fla.__version__} has no {module_name}.{name}; flame replaces it and knows "
+            "release 0.6. Install flash-linear-attention 0.6, or update flame/models/backend.py"
+        ) from error
+
+
+def fusible_operators() -> Iterator[tuple[str, str, Callable]]:
+    """FLA's operators on single tokens and channels, such as norms: (module, name, plain PyTorch of the same)."""
+    for module_name, name, source in _FUNCTIONS:
+        if source.partition(":")[0] in _FUSIBLE:
+            yield module_name, name, _reference(source, name)
 
 
 def uninstall() -> None:
@@ -230,11 +270,10 @@ def uninstall() -> None:
 
 
 def _install_reference() -> None:
-    for module_name, name, source in _FUNCTIONS:
-        original = _find(module_name, name)
-        _replace_everywhere(original, _reference(source, name))
+    found = [(find_operator(module_name, name), _reference(source, name)) for module_name, name, source in _FUNCTIONS]
+    _replace_everywhere(*found)
     for module_name, class_name, method, source in _METHODS:
-        cls = _find(module_name, class_name)
+        cls = find_operator(module_name, class_name)
         _replace(cls, method, _reference(source, method))
 
 
@@ -252,46 +291,44 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def _install_chunk_backward() -> None:
-    original = _find("fla.ops.common.chunk_o", "chunk_bwd_dqkwg")
+    original = find_operator("fla.ops.common.chunk_o", "chunk_bwd_dqkwg")
 
     def chunk_bwd_dqkwg_or_kernel(*args: Any, g: Any = None, **options: Any) -> Any:
         return original(*args, **options) if g is None else chunk_bwd_dqkwg(*args, g=g, **options)
 
-    _replace_everywhere(original, chunk_bwd_dqkwg_or_kernel)
+    _replace_everywhere((original, chunk_bwd_dqkwg_or_kernel))
 
 
-def _install_attention(dense: Callable, varlen: Callable) -> None:
+def _install_tuning() -> None:
+    autotuner = importlib.import_module("triton.runtime.autotuner").Autotuner
+    _replace(autotuner, "_bench", bench_compiled(autotuner._bench))
+    _replace(autotuner, "check_disk_cache", keep_plain_results(autotuner.check_disk_cache))
+
+
+def _install_attention(attention: Attention) -> None:
     for module_name in _ATTENTION_MODULES:
         module = importlib.import_module(module_name)
-        _find(module_name, "flash_attn_func")
-        _replace(module, "flash_attn_func", dense)
-        _replace(module, "flash_attn_varlen_func", varlen)  # not even bound when flash_attn is missing
+        find_operator(module_name, "flash_attn_func")
+        _replace(module, "flash_attn_func", attention.dense)
+        _replace(module, "flash_attn_varlen_func", attention.varlen)  # not even bound when flash_attn is missing
 
 
 def _install_state_space(backend: str) -> None:
-    causal_conv1d = _find("fla.modules.causal_conv1d", "causal_conv1d")  # by now the backend's
+    causal_conv1d = find_operator("fla.modules.causal_conv1d", "causal_conv1d")  # by now the backend's
     if backend == "reference":
         selective_scan = _reference("selective_scan", "selective_scan")
         linear_attention = _reference("simple_gla", "chunk_simple_gla")
     else:
         selective_scan = importlib.import_module("flame.models.selective_scan").selective_scan
-        linear_attention = _find("fla.ops.simple_gla", "chunk_simple_gla")
-    for name in ("fla.layers.mamba", "fla.layers.mamba2"):
-        _replace(logging.getLogger(name), "disabled", True)  # they would announce FLA's own fallbacks
-    mamba, mamba2 = _find("fla.layers.mamba", "Mamba"), _find("fla.layers.mamba2", "Mamba2")
-    _replace(mamba, "forward", make_mamba_forward(selective_scan, causal_conv1d))
-    _replace(mamba2, "forward", make_mamba2_forward(linear_attention, causal_conv1d))
-
-
-def _find(module_name: str, name: str) -> Any:
-    try:
-        return getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        fla = importlib.import_module("fla")
-        raise UserError(
-            f"flash-linear-attention {fla.__version__} has no {module_name}.{name}; flame replaces it and knows "
-            "release 0.6. Install flash-linear-attention 0.6, or update flame/models/backend.py"
-        ) from error
+        linear_attention = find_operator("fla.ops.simple_gla", "chunk_simple_gla")
+    # In the layers' modules, as FLA's own operators are, so that they can be wrapped there.
+    mamba, mamba2 = (importlib.import_module(name) for name in ("fla.layers.mamba", "fla.layers.mamba2"))
+    _replace(mamba, "selective_scan", selective_scan)
+    _replace(mamba2, "chunk_simple_gla", linear_attention)
+    for module, class_name, make in ((mamba, "Mamba", make_mamba_forward), (mamba2, "Mamba2", make_mamba2_forward)):
+        _replace(logging.getLogger(module.__name__), "disabled", True)  # it would announce FLA's own fallbacks
+        _replace(module, "causal_conv1d", causal_conv1d)
+        _replace(find_operator(module.__name__, class_name), "forward", make(module))
 
 
 def _reference(source: str, name: str) -> Callable:
@@ -299,17 +336,19 @@ def _reference(source: str, name: str) -> Callable:
     return getattr(importlib.import_module(f"{_REFERENCE}.{module_name}"), other_name or name)
 
 
-def _replace_everywhere(original: Any, replacement: Any) -> None:
-    """Rebind `original` in every loaded FLA module, and in their tables (ACT2FN)."""
+def _replace_everywhere(*pairs: tuple[Any, Any]) -> None:
+    """Rebind originals to their replacements in every loaded FLA module, and in their tables (ACT2FN)."""
+    replacements = {id(original): replacement for original, replacement in pairs}
     for module_name, module in list(sys.modules.items()):
         if module is None or not (module_name == "fla" or module_name.startswith("fla.")):
             continue
         for name, value in list(vars(module).items()):
-            if value is original:
-                _replace(module, name, replacement)
+            if id(value) in replacements:
+                _replace(module, name, replacements[id(value)])
             elif isinstance(value, dict) and name.isupper():
-                for key in [key for key, entry in value.items() if entry is original]:
-                    _replace(value, key, replacement)
+                for key, entry in list(value.items()):
+                    if id(entry) in replacements:
+                        _replace(value, key, replacements[id(entry)])
 
 
 def _replace(namespace: Any, name: Any, replacement: Any) -> None:

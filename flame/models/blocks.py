@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -72,26 +73,49 @@ class KeptBlocks(nn.ModuleList):
 
 
 class SkippedBlock(nn.Module):
-    """Stands in a list for a block that is left out, in models that count their blocks and take hidden states back."""
+    """Stands in a list for a block that is left out, in models that count their blocks; hands on what it is given.
 
-    def forward(self, hidden_states: Tensor, *_args, **_kwargs) -> Tensor:
-        return hidden_states
+    Args:
+        returns: names of what the model's blocks return in a tuple after the hidden states, None where they return
+            the hidden states alone.
+    """
+
+    def __init__(self, returns: tuple[str, ...] | None = None):
+        super().__init__()
+        self.returns = returns
+
+    def forward(self, hidden_states: Tensor, *_args: Any, **given: Any) -> Tensor | tuple:
+        if self.returns is None:
+            return hidden_states
+        return hidden_states, *(given.get(name) for name in self.returns)
 
 
-def keep_blocks(model: nn.Module, numbers: Container[int]) -> None:
-    """Leave out all blocks but those with these numbers, in the order of ``find_blocks``; names stay as they are."""
+def keep_blocks(
+    model: nn.Module, numbers: Container[int], stand_in: Callable[[int], SkippedBlock] | None = None
+) -> None:
+    """Leave out all blocks but those with these numbers, in the order of ``find_blocks``; names stay as they are.
+
+    Args:
+        stand_in: what takes the place of the block of a number, for models that look up what belongs to block i; None
+            for no places.
+    """
     names = [name for name, _ in find_blocks(model)]
-    kept = {name for number, name in enumerate(names) if number in numbers}
+    numbers_of = {name: number for number, name in enumerate(names)}
     for list_name in {name.rpartition(".")[0]: None for name in names}:
         parent_name, _, attribute = list_name.rpartition(".")
-        parent, blocks = model.get_submodule(parent_name), dict(model.get_submodule(list_name).named_children())
-        own = {key: block for key, block in blocks.items() if f"{list_name}.{key}" in kept}
-        if any(cls.__module__.startswith("transformers.models.") for cls in type(model).__mro__):
-            # Some of these look up what belongs to block i; they take a tensor from each.
-            replaced: nn.Module = nn.ModuleList(own.get(key, SkippedBlock()) for key in blocks)
+        parent, whole = model.get_submodule(parent_name), model.get_submodule(list_name)
+        entries: dict[str, nn.Module] = {}
+        for key, block in whole.named_children():
+            number = numbers_of.get(f"{list_name}.{key}")
+            if number is None or number in numbers:  # None: left out before
+                entries[key] = block
+            elif stand_in is not None:
+                entries[key] = stand_in(number)
+        if stand_in is None:
+            kept: nn.Module = KeptBlocks(entries)
         else:
-            replaced = KeptBlocks(own)
-        setattr(parent, attribute, replaced)
+            kept = nn.ModuleDict(entries) if isinstance(whole, nn.ModuleDict) else nn.ModuleList(entries.values())
+        setattr(parent, attribute, kept)
 
 
 def _outermost_lists(model: nn.Module) -> dict[str, list[tuple[str, nn.Module]]]:

@@ -116,7 +116,7 @@ def _chunk_rows(
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """Batched a @ b in float32 (or float64): half-precision operands, accumulated and returned in float32."""
-    if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16):
+    if not a.is_cpu and a.dtype in (torch.float16, torch.bfloat16):
         batch = a.shape[:2]
         return torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32).unflatten(0, batch)
     dtype = torch.float64 if a.dtype == torch.float64 else torch.float32

@@ -20,7 +20,7 @@ from torch import nn
 
 from flame.models.blocks import find_blocks
 from flame.models.build import no_decay_names
-from flame.models.mixers import MixerFlops, find_mixers, first_attribute
+from flame.models.mixers import MixerFlops, find_mixers, first_attribute, num_experts
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +120,5 @@ def _expert_share(model: nn.Module, name: str) -> float:
     if "experts" not in name.split("."):
         return 1.0
     config = model.config.get_text_config()
-    num_experts = first_attribute(config, "num_local_experts", "num_experts", "n_routed_experts")
-    num_active = first_attribute(config, "num_experts_per_tok", "top_k")
-    return num_active / num_experts if num_experts and num_active else 1.0
+    num_routed, num_active = num_experts(config), first_attribute(config, "num_experts_per_tok", "top_k")
+    return num_active / num_routed if num_routed and num_active else 1.0

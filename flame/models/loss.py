@@ -10,12 +10,12 @@ import inspect
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flame.errors import UserError
+from flame.models.backend import find_operator
 from flame.models.native_attention import (
     has_native_attention,
     native_packing_arguments,
@@ -23,7 +23,6 @@ from flame.models.native_attention import (
     without_mask,
 )
 from flame.models.native_recurrence import use_packed_recurrence
-from flame.models.reference.cross_entropy import fused_linear_cross_entropy_loss
 
 IGNORE_INDEX = -100
 # FLA's weight of the l2warp penalty on each token's largest logit, relative to the mean loss.
@@ -86,7 +85,8 @@ def training_loss(
 
 def head_loss(model: nn.Module) -> HeadLoss:
     """The loss of whole hidden states through a whole output projection."""
-    return partial(_fla_loss, model.config) if is_fla_model(model) else _native_loss
+    fuses = (getattr(model.config, name, False) for name in ("fuse_cross_entropy", "fuse_linear_cross_entropy"))
+    return _loss_of_all_logits if is_fla_model(model) and not any(fuses) else _loss_by_blocks
 
 
 def head_options(model: nn.Module) -> HeadOptions:
@@ -158,8 +158,10 @@ def _logit_scale(config) -> float:
     return (1.0 if scale is None else scale) / (1.0 if divisor is None else divisor)
 
 
-def _native_loss(hidden_states: Tensor, head: nn.Linear, labels: Tensor, options: HeadOptions) -> Tensor:
-    return fused_linear_cross_entropy_loss(
+def _loss_by_blocks(hidden_states: Tensor, head: nn.Linear, labels: Tensor, options: HeadOptions) -> Tensor:
+    """The logits are never all in memory; by the operator that the backend has put in place."""
+    operator = find_operator("fla.modules.fused_linear_cross_entropy", "fused_linear_cross_entropy_loss")
+    return operator(
         hidden_states.flatten(0, 1),
         labels.flatten(),
         head.weight,
@@ -168,24 +170,21 @@ def _native_loss(hidden_states: Tensor, head: nn.Linear, labels: Tensor, options
         reduction="sum",
         logit_scale=options.logit_scale,
         logit_softcapping=options.logit_softcapping,
+        use_l2warp=options.l2warp_penalty > 0,
+        l2_penalty_factor=_of_a_sum(options.l2warp_penalty, labels),
     )
 
 
-def _fla_loss(config, hidden_states: Tensor, head: nn.Linear, labels: Tensor, options: HeadOptions) -> Tensor:
-    from fla.modules import FusedCrossEntropyLoss, FusedLinearCrossEntropyLoss
+def _loss_of_all_logits(hidden_states: Tensor, head: nn.Linear, labels: Tensor, options: HeadOptions) -> Tensor:
+    """What FLA does where a config turns its fused losses off."""
     from fla.modules.l2warp import l2_warp
 
-    use_l2warp = options.l2warp_penalty > 0
-    penalty = options.l2warp_penalty * labels.numel()  # FLA divides it by the number of tokens
-    if getattr(config, "fuse_linear_cross_entropy", False):
-        criterion = FusedLinearCrossEntropyLoss(
-            ignore_index=IGNORE_INDEX, reduction="sum", use_l2warp=use_l2warp, l2_penalty_factor=penalty
-        )
-        return criterion(hidden_states, labels, head.weight, head.bias)
     logits = head(hidden_states)
-    flat = logits.flatten(0, 1)
-    if getattr(config, "fuse_cross_entropy", False):
-        loss = FusedCrossEntropyLoss(ignore_index=IGNORE_INDEX, reduction="sum")(flat, labels.flatten())
-    else:
-        loss = F.cross_entropy(flat.float(), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
-    return l2_warp(loss, logits, penalty) if use_l2warp else loss
+    loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    penalty = _of_a_sum(options.l2warp_penalty, labels)
+    return l2_warp(loss, logits, penalty) if penalty else loss
+
+
+def _of_a_sum(penalty: float, labels: Tensor) -> float:
+    """A penalty for FLA, which divides it by the number of tokens."""
+    return penalty * labels.numel()

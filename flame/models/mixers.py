@@ -49,6 +49,11 @@ class MixerFlops:
             total += self.per_pair * causal_pairs(lengths, self.window)
         return total if self.by_length is None else total + self.by_length(lengths)
 
+    @property
+    def is_attention(self) -> bool:
+        """Whether all it computes is between pairs of tokens, and it keeps no state."""
+        return self.per_pair > 0 and not self.per_token and self.by_length is None and not self.state
+
     def kept(self, length: int) -> int:
         """Numbers kept after ``length`` tokens of one sequence."""
         return self.state + self.cache * (length if self.window is None else min(length, self.window))
@@ -392,3 +397,8 @@ _FORMULAS: dict[str, Formula] = {
 def first_attribute(holder: Any, *names: str) -> Any:
     """The first of these attributes that is there and not None."""
     return next((value for name in names if (value := getattr(holder, name, None)) is not None), None)
+
+
+def num_experts(config: Any) -> int:
+    """Routed experts of a mixture-of-experts layer, by whichever name the family's config has; 0 without any."""
+    return first_attribute(config, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts") or 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import dis
 import inspect
 import json
 import logging
@@ -178,11 +177,20 @@ def _known_keys(config_class: type[PretrainedConfig]) -> set[str]:
         known |= set(getattr(base, "__dataclass_fields__", ()))
         if "__init__" in vars(base):
             known |= set(inspect.signature(base.__init__).parameters)
-            # FLA's GSAConfig takes "exapnd_k" and keeps it as expand_k, which is what a saved config holds.
-            code = dis.get_instructions(inspect.unwrap(base.__init__))
-            known |= {step.argval for step in code if step.opname == "STORE_ATTR"}
+    if _has_defaults(config_class):
+        # FLA's GSAConfig takes "exapnd_k" and keeps it as expand_k, which is what a saved config holds.
+        known |= set(vars(config_class()))
     known |= set(config_class.attribute_map)
     return known - {"self", "args", "kwargs"}
+
+
+def _has_defaults(config_class: type[PretrainedConfig]) -> bool:
+    """Whether the class can be made without arguments."""
+    try:
+        inspect.signature(config_class).bind()
+    except TypeError:
+        return False
+    return True
 
 
 def _did_you_mean(near: list[str]) -> str:

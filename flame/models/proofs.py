@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from flame.errors import UserError
+from flame.models.mixers import num_experts
 from flame.models.native_attention import has_native_attention, leave_native_attention
 
 logger = logging.getLogger(__name__)
 
 _HALF = 8  # tokens
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 @contextlib.contextmanager
@@ -53,7 +53,7 @@ def check_causal(model: nn.Module, device: torch.device | str) -> None:
     first = slice(None, _HALF)
     one, other = (state[:, first] for state in _states_of_both(model, slice(_HALF, None), device))
     # Equal, but for rounding where later tokens change how a mixture of experts groups its rows.
-    if _differ(one, other):
+    if differ(one, other):
         raise UserError(
             f"{_class_name(model)} is not causal (a token's state moves when later tokens change), so that it would "
             "learn to copy its target; use a decoder, or set is_decoder in its config where it has that"
@@ -97,7 +97,7 @@ def _mixes_documents(model: nn.Module, device: torch.device | str) -> bool:
             f"{_class_name(model)} cannot keep packed documents apart: {fault}; turn training.varlen off"
         ) from fault
     one, other = (state[:, _HALF:] for state in states)
-    return not torch.equal(one, other) and (not _has_experts(model) or _differ(one, other))
+    return not torch.equal(one, other) and (num_experts(model.config) <= 1 or differ(one, other))
 
 
 @torch.no_grad()
@@ -122,11 +122,7 @@ def _states_of_both(model: nn.Module, changed: slice, device: torch.device | str
     return states
 
 
-def _differ(one: Tensor, other: Tensor) -> bool:
+def differ(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors differ by more than rounding."""
     tolerance = 1e-5 if one.dtype == torch.float32 else 2e-3
     return bool((one - other).norm() > tolerance * one.norm())
-
-
-def _has_experts(model: nn.Module) -> bool:
-    return any((getattr(model.config, key, None) or 0) > 1 for key in _EXPERTS)

@@ -20,6 +20,7 @@ Private interfaces used here (torch 2.11 to 2.13):
 
 from __future__ import annotations
 
+import functools
 import random
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
@@ -209,6 +210,11 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        values = [*args, *kwargs.values()]
+        if not any(isinstance(value, (list, tuple, dict)) for value in values):  # as most are; flattening takes longer
+            tensors = [value for value in values if isinstance(value, torch.Tensor)]
+            if tensors and self._is_foldable(func, args, kwargs, tensors):
+                return func(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if self._is_foldable(func, args, kwargs, tensors):
@@ -239,8 +245,7 @@ class Recorder(TorchDispatchMode):
 
     def _is_foldable(self, func, args, kwargs, tensors: list[torch.Tensor]) -> bool:
         """Whether the operation can be carried out now, on values, instead of being recorded."""
-        name = func._schema.name.removeprefix("aten::")
-        if _is_random(func) or name.startswith(("empty", "new_empty")):
+        if _has_no_value(func):
             return False
         if tensors:
             return not any(isinstance(t, FakeTensor) or self._is_recorded(t) for t in tensors)
@@ -302,6 +307,12 @@ class Recorder(TorchDispatchMode):
         target = self._ref(written[0])
         sources = [a.storage for a in arguments[1:] if isinstance(a, TensorRef)]
         return target.storage if target.covers_storage and target.storage not in sources else None
+
+
+@functools.cache
+def _has_no_value(func) -> bool:
+    """Whether the result of an operation is random or arbitrary."""
+    return _is_random(func) or func._schema.name.removeprefix("aten::").startswith(("empty", "new_empty"))
 
 
 def _is_random(func) -> bool:

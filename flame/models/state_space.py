@@ -24,12 +24,12 @@ from flame.models.ssd import ssd, ssd_step
 Forward = Callable[..., tuple[Tensor, None, Any]]
 
 
-def make_mamba_forward(selective_scan: Callable, causal_conv1d: Callable) -> Forward:
-    """`Mamba.forward` (arXiv:2312.00752, section 3.4) on the given operators.
+def make_mamba_forward(operators: Any) -> Forward:
+    """`Mamba.forward` (arXiv:2312.00752, section 3.4) on the operators that a namespace holds when it is called.
 
     Args:
-        selective_scan: flame.models.reference.selective_scan.selective_scan or a function with its arguments.
-        causal_conv1d: FLA's or the reference of that name.
+        operators: `selective_scan`, flame.models.reference.selective_scan.selective_scan or a function with its
+            arguments, and `causal_conv1d`, FLA's or the reference of that name.
     """
 
     def forward(
@@ -44,7 +44,7 @@ def make_mamba_forward(selective_scan: Callable, causal_conv1d: Callable) -> For
     ) -> tuple[Tensor, None, Any]:
         state = _Cached(self, past_key_values)
         x, gate = self.in_proj(hidden_states).chunk(2, dim=-1)
-        x = _convolve(self, x, attention_mask, state, causal_conv1d, cu_seqlens)
+        x = _convolve(self, x, attention_mask, state, operators.causal_conv1d, cu_seqlens)
         sizes = [self.dt_rank, self.ssm_state_size, self.ssm_state_size]
         dt, B, C = self.x_proj(x).split(sizes, dim=-1)
         fused_gate = self.activation in ("silu", "swish")
@@ -63,7 +63,7 @@ def make_mamba_forward(selective_scan: Callable, causal_conv1d: Callable) -> For
         if state.decodes(hidden_states, cu_seqlens):
             y, recurrent = selective_scan_step(**inputs)
         else:
-            y, recurrent = selective_scan(**inputs, output_final_state=state.wanted, cu_seqlens=cu_seqlens)
+            y, recurrent = operators.selective_scan(**inputs, output_final_state=state.wanted, cu_seqlens=cu_seqlens)
         if not fused_gate:
             y = y * self.act(gate)
         state.update(recurrent, num_tokens=hidden_states.shape[1])
@@ -72,11 +72,11 @@ def make_mamba_forward(selective_scan: Callable, causal_conv1d: Callable) -> For
     return forward
 
 
-def make_mamba2_forward(linear_attention: Callable, causal_conv1d: Callable) -> Forward:
-    """`Mamba2.forward` (arXiv:2405.21060, section 6.1) on the given operators.
+def make_mamba2_forward(operators: Any) -> Forward:
+    """`Mamba2.forward` (arXiv:2405.21060, section 6.1) on the operators that a namespace holds when it is called.
 
     Args:
-        linear_attention, causal_conv1d: FLA's `chunk_simple_gla` and `causal_conv1d` or the references of that name.
+        operators: `chunk_simple_gla` and `causal_conv1d`, FLA's or the references of that name.
     """
 
     def forward(
@@ -92,7 +92,7 @@ def make_mamba2_forward(linear_attention: Callable, causal_conv1d: Callable) -> 
         state = _Cached(self, past_key_values)
         sizes = [self.intermediate_size, self.conv_dim, self.num_heads]
         gate, x, dt = self.in_proj(hidden_states).split(sizes, dim=-1)
-        x = _convolve(self, x, attention_mask, state, causal_conv1d, cu_seqlens)
+        x = _convolve(self, x, attention_mask, state, operators.causal_conv1d, cu_seqlens)
         x, B, C = x.split([self.intermediate_size] + [self.n_groups * self.ssm_state_size] * 2, dim=-1)
         x = x.unflatten(-1, (self.num_heads, self.head_dim))
         B, C = (tensor.unflatten(-1, (self.n_groups, self.ssm_state_size)) for tensor in (B, C))
@@ -102,6 +102,7 @@ def make_mamba2_forward(linear_attention: Callable, causal_conv1d: Callable) -> 
         if state.decodes(hidden_states, cu_seqlens):
             y, recurrent = ssd_step(x, dt, A, B, C, state.recurrent)
         else:
+            linear_attention = operators.chunk_simple_gla
             y, recurrent = ssd(x, dt, A, B, C, linear_attention, state.recurrent, state.wanted, cu_seqlens)
         y = torch.addcmul(y, x, self.D.to(x.dtype).view(self.num_heads, -1)).flatten(2)
         y = y * self.act(gate) if self.norm is None else self.norm(y, gate)

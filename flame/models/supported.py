@@ -44,7 +44,7 @@ def check_supported(config: Any, backend: str) -> None:
         raise UserError(f"model_type {config.model_type!r} needs the flash_attn package; install it")
     _check_mode(config.model_type, getattr(config, "attn_mode", None))
     _check_window(config.model_type, getattr(config, "window_size", None))
-    if config.model_type in _WITHOUT_SOFTMAX_LAYERS and (config.attn or {}).get("layers"):
+    if config.model_type in _WITHOUT_SOFTMAX_LAYERS and any(kind["layers"] for kind in softmax_kinds(config)):
         raise UserError(
             f"attn of model_type {config.model_type!r} is refused: FLA's blocks of this family take no softmax layers; "
             "leave attn out of the config"
@@ -56,6 +56,12 @@ def check_supported(config: Any, backend: str) -> None:
         f"it runs {', '.join(REFERENCE_FAMILIES)} and models native to transformers. "
         "Use a GPU and model.backend = 'triton'"
     )
+
+
+def softmax_kinds(config: Any) -> list[dict[str, Any]]:
+    """What ``attn`` in an FLA config says of the layers that are softmax attention: one entry for each kind of them."""
+    attn = getattr(config, "attn", None) or []
+    return [attn] if isinstance(attn, dict) else list(attn)
 
 
 def _check_mode(family: str, mode: str | None) -> None:

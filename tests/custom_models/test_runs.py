@@ -36,11 +36,10 @@ assert torch.equal(new, plain) and new.shape[1] == prompt.shape[1] + 6
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Runs: ``whole``; ``halves``, stopped after 20 steps and gone on; ``two``, on two ranks."""
+    """Runs: ``whole``; ``halves``, stopped after 20 steps and gone on."""
     folder = tmp_path_factory.mktemp("sba")
     halves = [Job(folder / "halves", SBA | {"training.steps": steps}) for steps in ("20", "40")]
     assert run_jobs([Job(folder / "whole", EXPORTED), *halves]) == [0, 0, 0]
-    assert run_jobs([Job(folder / "two", SBA | {"training.steps": "10", "training.batch_size": "1"})], 2) == [0]
     return folder
 
 
@@ -53,12 +52,6 @@ def test_a_resumed_run_goes_on_bit_by_bit(folder):
     whole, halves = (Job(folder / name).series("loss") for name in ("whole", "halves"))
     # The learning rate of the first half is the same: it is constant after no warm-up.
     assert halves == whole
-
-
-def test_two_ranks_train(folder):
-    losses = Job(folder / "two").series("loss")
-    assert losses[0] == pytest.approx(Job(folder / "whole").series("loss")[0], abs=0.05)
-    assert losses[-1] < losses[0]
 
 
 def test_flops_are_counted(folder):

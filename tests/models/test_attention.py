@@ -8,6 +8,7 @@ import torch
 from flame.errors import UserError
 from flame.models import attention
 from flame.models.attention import make_attention, resolve_attention_backend
+from flame.models.attention_kernels import Window, dense_sdpa, grouped_sdpa
 
 CU_SEQLENS = [0, 1, 2, 9, 42, 43, 107]
 
@@ -30,12 +31,14 @@ def attend_token_by_token(q, k, v, bounds_q, bounds_k, window=(-1, -1), causal=T
     return torch.stack(outputs)
 
 
-def make_inputs(num_queries=CU_SEQLENS[-1], num_keys=CU_SEQLENS[-1], num_heads=4, num_kv_heads=4, head_dim=8):
+def make_inputs(
+    num_queries=CU_SEQLENS[-1], num_keys=CU_SEQLENS[-1], num_heads=4, num_kv_heads=4, head_dim=8, value_dim=None
+):
     generator = torch.Generator().manual_seed(0)
     shapes = [
         (num_queries, num_heads, head_dim),
         (num_keys, num_kv_heads, head_dim),
-        (num_keys, num_kv_heads, head_dim),
+        (num_keys, num_kv_heads, value_dim or head_dim),
     ]
     return [torch.randn(s, generator=generator, dtype=torch.float64, requires_grad=True) for s in shapes]
 
@@ -120,43 +123,137 @@ def test_longest_document(max_seqlen, num_documents, context_len, expected):
     assert attention._longest(max_seqlen, 100, num_documents, context_len) == expected
 
 
+def pretend(monkeypatch, *modules, capability=(9, 0), implementations=("FA3",)):
+    """A machine with these packages and a GPU."""
+    monkeypatch.setattr(attention, "_has_module", lambda name: name.partition(".")[0] in modules or name in modules)
+    monkeypatch.setattr(attention, "_flash_implementations", lambda: list(implementations))
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+
+
 @pytest.mark.parametrize(
-    ("name", "device_type", "flash_installed", "expected"),
+    ("name", "device_type", "modules", "expected"),
     [
-        ("auto", "cpu", True, "sdpa"),
-        ("auto", "cuda", False, "varlen"),
-        ("auto", "cuda", True, "flash"),
-        ("sdpa", "cuda", True, "sdpa"),
-        ("flex", "cuda", False, "flex"),
+        ("auto", "cpu", ("flash_attn",), "sdpa"),
+        ("auto", "cuda", (), "varlen"),
+        ("auto", "cuda", ("flash_attn",), "flash"),
+        ("sdpa", "cuda", ("flash_attn",), "sdpa"),
+        ("flex", "cuda", (), "flex"),
+        ("cudnn", "cuda", (), "cudnn"),
+        ("fa3", "cuda", ("flash_attn_interface",), "fa3"),
+        ("fa4", "cuda", ("flash_attn.cute.interface",), "fa4"),
     ],
 )
-def test_choice(name, device_type, flash_installed, expected, monkeypatch):
-    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda package: object() if flash_installed else None)
+def test_choice(name, device_type, modules, expected, monkeypatch):
+    pretend(monkeypatch, *modules)
     assert resolve_attention_backend(name, device_type) == expected
 
 
 @pytest.mark.parametrize(
     ("name", "device_type", "message"),
     [
-        ("varlen", "cpu", "needs a CUDA device"),
+        ("varlen", "cpu", "needs a CUDA device, this is cpu; available here: sdpa$"),
         ("flex", "cpu", "needs a CUDA device"),
-        ("flash", "cuda", "needs the flash_attn package"),
-        ("eager", "cpu", "allowed: auto, varlen, sdpa, flex, flash"),
+        ("flash", "cuda", "needs the module flash_attn.flash_attn_interface, which is not installed; "
+                          "available here: varlen, sdpa, flex, cudnn$"),
+        ("fa3", "cuda", "'fa3' needs the module flash_attn_interface, which is not installed"),
+        ("fa4", "cuda", "needs the module flash_attn.cute.interface"),
+        ("eager", "cpu", "allowed: auto, varlen, sdpa, flex, cudnn, flash, fa3, fa4"),
     ],
-)
+)  # fmt: skip
 def test_refusals_give_the_reason(name, device_type, message, monkeypatch):
-    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda package: None)
+    pretend(monkeypatch)
     with pytest.raises(UserError, match=message):
         resolve_attention_backend(name, device_type)
 
 
+def test_what_a_gpu_and_a_torch_are_too_old_for_is_refused(monkeypatch):
+    pretend(monkeypatch, "flash_attn_interface", "flash_attn", capability=(8, 0))
+    with pytest.raises(UserError, match=r"compute capability 9\.x; available here: varlen, sdpa, flex,"):
+        resolve_attention_backend("fa3", "cuda")
+    with pytest.raises(UserError, match=r"compute capability 9\.x or 10\.x"):
+        resolve_attention_backend("fa4", "cuda")
+    pretend(monkeypatch, "flash_attn_interface", implementations=())
+    with pytest.raises(UserError, match="needs a release of torch that can call FA3"):
+        resolve_attention_backend("fa3", "cuda")
+
+
+def test_repeatable_runs_have_no_cudnn(monkeypatch):
+    pretend(monkeypatch)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert "cudnn" not in attention.available_attention_backends("cuda")
+    with pytest.raises(UserError, match=r"other gradients in each run, which training\.deterministic forbids"):
+        resolve_attention_backend("cudnn", "cuda")
+
+
+def test_what_a_module_is_missing_from_is_no_module():
+    assert attention._has_module("torch.nn.attention")
+    assert not attention._has_module("torch.nn.no_such_module")
+    assert not attention._has_module("no_such_package.module")
+
+
+def test_a_window_is_more_than_cudnn_can():
+    x = torch.zeros(1, 1, 8, dtype=torch.bfloat16)
+    cu = torch.tensor([0, 1], dtype=torch.int32)
+    dense, varlen = make_attention("cudnn")
+    with pytest.raises(UserError, match="no sliding windows"):
+        varlen(x, x, x, cu, cu, 1, 1, causal=True, window_size=(3, 0))
+    with pytest.raises(UserError, match="no sliding windows"):
+        dense(x[None], x[None], x[None], causal=True, window_size=(3, 0))
+
+
+def test_the_backend_changes_under_functions_that_layers_have_bound(monkeypatch):
+    calls = []
+    kernels = {name: (lambda *_, name=name: calls.append(name),) * 2 for name in ("varlen", "flex")}
+    monkeypatch.setattr(attention, "_kernels", kernels.__getitem__)
+    one = attention.Attention("varlen")
+    x, cu = torch.zeros(1, 1, 8, dtype=torch.bfloat16), torch.tensor([0, 1], dtype=torch.int32)
+    varlen, dense = one.varlen, one.dense
+    for name in ("varlen", "flex"):
+        one.use(name)
+        varlen(x, x, x, cu, cu, 1, 1)
+        dense(x[None], x[None], x[None])
+    assert calls == ["varlen", "varlen", "flex", "flex"]
+
+
+def test_rows_side_by_side_are_documents_of_one():
+    dense = attention._DenseRows(grouped_sdpa)
+    q, k, v = (x.detach().unflatten(0, (2, -1)) for x in make_inputs(20, 20, num_kv_heads=2))
+    for window in (Window(-1, 0), Window(3, 0)):
+        torch.testing.assert_close(dense(q, k, v, None, window), dense_sdpa(q, k, v, None, window))
+    assert len(dense._bounds) == 1  # a new tensor would be a new mask
+
+
+BACKENDS = ("varlen", "flex", "cudnn", "flash", "fa3", "fa4")
+
+
+def need(backend):
+    reason = attention.why_unavailable(backend, "cuda")
+    if reason:
+        pytest.skip(f"{backend} {reason}")
+
+
+@pytest.fixture
+def torch_flash():
+    """FlashAttention as torch has it, once the test is over."""
+    yield
+    make_attention("sdpa")
+
+
+def relative_error(actual, expected):
+    return ((actual.double() - expected).norm() / expected.norm()).item()
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["varlen", "flex"])
+@pytest.mark.usefixtures("torch_flash")
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("window", [(-1, -1), (15, 0)])
-@pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(4, 64), (2, 64), (4, 36)])
+@pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(4, 64), (2, 64), (4, 36), (4, 128)])
 def test_gpu_kernels_agree_with_sdpa_without_waiting_for_the_device(backend, window, num_kv_heads, head_dim):
-    if backend == "flex" and head_dim == 36:
-        pytest.skip("FlexAttention takes head sizes that are powers of two here")
+    need(backend)
+    if backend == "cudnn" and window != (-1, -1):
+        pytest.skip("refused")
     inputs = [
         x.detach().cuda().bfloat16().requires_grad_() for x in make_inputs(num_kv_heads=num_kv_heads, head_dim=head_dim)
     ]
@@ -165,17 +262,68 @@ def test_gpu_kernels_agree_with_sdpa_without_waiting_for_the_device(backend, win
     _, varlen = make_attention(backend, context_len=64)
     warm = varlen(*inputs, cu, cu, 107, 107, causal=True, window_size=window)  # compiles
     torch.autograd.grad(warm.sum(), inputs)
+    again = cu.clone()  # as in a new step
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        o = varlen(*inputs, cu, cu, 107, 107, causal=True, window_size=window)
+        o = varlen(*inputs, again, again, 107, 107, causal=True, window_size=window)
         o.backward(torch.ones_like(o))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     expected = run_varlen(make_attention("sdpa")[1], twins, CU_SEQLENS, window_size=window)
     expected.backward(torch.ones_like(expected))
     for x, twin in [(o, expected), *((x.grad, twin.grad) for x, twin in zip(inputs, twins, strict=True))]:
-        assert ((x.double() - twin).norm() / twin.norm()).item() < 2e-2
+        assert relative_error(x, twin) < 2e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("torch_flash")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gpu_kernels_keep_documents_apart(backend):
+    """Another document's numbers change nothing, forward or backward, in long rows of few and of many documents."""
+    need(backend)
+    generator = torch.Generator("cuda").manual_seed(0)
+    _, varlen = make_attention(backend, context_len=1024)
+    for lengths in ([1024, 1, 700, 323, 1024], [1024, *[16] * 128]):
+        cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device="cuda")
+        total = sum(lengths)
+        inputs = [torch.randn(total, 4, 64, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(3)]
+        results = []
+        for change in (0.0, 3.0):
+            changed = [x.clone() for x in inputs]
+            for x in changed:
+                x[:1024] += change
+                x.requires_grad_()
+            o = varlen(*changed, cu, cu, total, total, causal=True)
+            o.backward(torch.ones_like(o))
+            results.append([o.detach(), *(x.grad for x in changed)])
+        assert torch.equal(results[0][0][1024:], results[1][0][1024:])
+        for before, after in zip(*results, strict=True):
+            # Some kernels add up gradients in no fixed order.
+            assert relative_error(after[1024:], before[1024:].double()) < 1e-2
+            assert not torch.equal(before[:1024], after[:1024])
+            assert after.isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("torch_flash")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("num_kv_heads", [4, 2])
+def test_dense_rows_on_a_gpu(backend, num_kv_heads):
+    need(backend)
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = [(2, 300, heads, 64) for heads in (4, num_kv_heads, num_kv_heads)]
+    inputs = [
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator).requires_grad_()
+        for shape in shapes
+    ]
+    twins = [x.detach().float().requires_grad_() for x in inputs]
+    o = make_attention(backend)[0](*inputs, causal=True)
+    o.backward(torch.ones_like(o))
+    expected = make_attention("sdpa")[0](*twins, causal=True)
+    expected.backward(torch.ones_like(expected))
+    for x, twin in [(o, expected), *((x.grad, twin.grad) for x, twin in zip(inputs, twins, strict=True))]:
+        assert relative_error(x, twin.double()) < 2e-2
 
 
 @pytest.mark.gpu

@@ -114,9 +114,9 @@ def test_every_family(family):
     assert not any(".layers." in name for name in outside)
 
 
-def blocks_named(model: nn.Module, numbers: range) -> tuple[list[str], list[str]]:
+def blocks_named(model: nn.Module, numbers: range, stand_in=None) -> tuple[list[str], list[str]]:
     """Blocks and parameters of a model that keeps some of its blocks."""
-    keep_blocks(model, numbers)
+    keep_blocks(model, numbers, stand_in)
     return names(model), [name for name, _ in model.named_parameters()]
 
 
@@ -135,9 +135,9 @@ def test_blocks_of_two_lists_are_numbered_on():
     assert blocks_named(model, range(1, 3))[0] == ["lower.1", "upper.0"]
 
 
-def test_models_of_transformers_keep_a_place_for_each_block():
+def test_left_out_blocks_keep_their_places():
     config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2, vocab_size=8)
     model = AutoModelForCausalLM.from_config(config)
-    assert blocks_named(model, range(1, 2))[0] == ["model.layers.1"]
+    assert blocks_named(model, range(1, 2), lambda _: SkippedBlock())[0] == ["model.layers.1"]
     assert [type(layer) for layer in model.model.layers].count(SkippedBlock) == 2
     model(torch.zeros(1, 4, dtype=torch.int64)).logits.sum().backward()

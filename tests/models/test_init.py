@@ -304,40 +304,12 @@ def test_tensors_in_a_list_are_refused():
         build_recipe(HidesTensors)
 
 
-def _initialise_sharded(rank: int, world_size: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
-    mesh = init_device_mesh("cpu", (world_size,))
-    # Sizes that two ranks do not divide.
-    config = tiny_config("GatedDeltaNet", num_heads=3, head_dim=11, vocab_size=101, tie_word_embeddings=True)
-    model, recipe = build_recipe(functools.partial(build_eagerly, config))
-    assert isinstance(recipe, TapeRecipe)
-    tied = tied_groups(model)
-    for _, block in find_blocks(model):
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    model.to_empty(device="cpu")
-    for parameter in model.parameters():
-        parameter.to_local().detach().fill_(float("nan"))
-    init_weights(model, recipe, seed=7, tied=tied)
-    full = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
-    if rank == 0:
-        torch.save(full | {"is_tied": model.lm_head.weight is model.model.embeddings.weight}, f"{folder}/full.pt")
-    dist.destroy_process_group()
-
-
-def test_two_ranks_start_as_one(tmp_path):
-    mp.spawn(_initialise_sharded, args=(2, str(tmp_path)), nprocs=2)
-    sharded = torch.load(tmp_path / "full.pt")
-    config = tiny_config("GatedDeltaNet", num_heads=3, head_dim=11, vocab_size=101, tie_word_embeddings=True)
-    single = initialised(functools.partial(build_eagerly, config), seed=7)
-    assert sharded.pop("is_tied")
-    assert sharded.keys() == dict(single.named_parameters()).keys()
-    for name, parameter in single.named_parameters():
-        assert torch.equal(sharded[name], parameter), name
-
-
 # Families that start in different ways: rescaled layers, ramps, lists of projections, two kinds of mixers.
-ACROSS_RANKS = ("Mamba2", "RWKV7", "Mom", "Samba")
+ACROSS_RANKS = {
+    **{family: tiny_config(family) for family in ("Mamba2", "RWKV7", "Mom", "Samba")},
+    # Sizes that ranks do not divide.
+    "GatedDeltaNet": tiny_config("GatedDeltaNet", num_heads=3, head_dim=11, vocab_size=101, tie_word_embeddings=True),
+}
 LAYOUTS = ("shard over 4", "replicate 2, shard 2", "shard the last dimension over 4")
 
 
@@ -360,17 +332,19 @@ def _compare_layouts(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
     wrong = []
-    for family in ACROSS_RANKS:
-        build = functools.partial(build_eagerly, tiny_config(family))
+    for family, config in ACROSS_RANKS.items():
+        build = functools.partial(build_eagerly, config)
         single = {name: parameter.detach() for name, parameter in initialised(build, seed=7).named_parameters()}
         for layout in LAYOUTS:
             model, recipe = build_recipe(build)
+            assert isinstance(recipe, TapeRecipe)
             tied = tied_groups(model)
             _shard_in_layout(model, layout)
             model.to_empty(device="cpu")
             for parameter in model.parameters():
                 parameter.to_local().detach().fill_(float("nan"))
             init_weights(model, recipe, seed=7, tied=tied)
+            assert tied_groups(model) == tied
             for name, parameter in model.named_parameters():
                 if not torch.equal(parameter.full_tensor(), single[name]):
                     wrong.append(f"{family}, {layout}: {name}")

