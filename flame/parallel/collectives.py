@@ -13,6 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# torch 2.13 has new names for these two and warns of the old ones, which are all that torch 2.11 has.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def gather_stacked(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[...] of each rank → [ranks, ...]; in the backward each rank gets the sum of all ranks' gradients of its own."""
@@ -48,13 +52,13 @@ def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     x = x.contiguous()
     rows = x.view(-1)
     gathered = rows.new_empty(dist.get_world_size(group) * rows.numel())
-    dist.all_gather_into_tensor(gathered, rows, group=group)
+    _all_gather(gathered, rows, group=group)
     return gathered.view(-1, *x.shape)
 
 
 def _scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     own = x.new_empty(x[0].numel())
-    dist.reduce_scatter_tensor(own, x.contiguous().view(-1), group=group)
+    _reduce_scatter(own, x.contiguous().view(-1), group=group)
     return own.view(x.shape[1:])
 
 

@@ -14,6 +14,9 @@ import torch.distributed as dist
 
 from flame.data.batch import Batch
 from flame.errors import UserError
+from flame.parallel.degrees import Degrees
+
+SHORTEST_PIECE = 8  # tokens
 
 
 @dataclass(frozen=True)
@@ -59,41 +62,89 @@ def cut_row(cu_seqlens: torch.Tensor, rank: int, size: int) -> Piece:
     return Piece(rank, length, own, before, (first_of_last < starts).tolist())
 
 
+class Row:
+    """A packed row that ranks share, as one of them needs it in every layer: on the device, so that none waits.
+
+    Args:
+        bounds: document bounds of the whole row, on the CPU.
+        rank, size: whose piece it is of how many.
+        device: where the operators work.
+
+    Attributes:
+        piece: the rank's.
+        host_bounds, bounds: document bounds of the whole row, int32, on the CPU and on the device.
+        own_bounds: document bounds of the piece, int32 [n + 1], on the device.
+        offsets: position of the piece's first token of each document in that document, int32 [n], on the device.
+    """
+
+    def __init__(self, bounds: torch.Tensor, rank: int, size: int, device: torch.device):
+        self.piece = cut_row(bounds, rank, size)
+        self.host_bounds = bounds.int()
+        self.bounds, self.own_bounds = (_send(each, device) for each in (self.host_bounds, self.piece.cu_seqlens))
+        self.offsets = torch.zeros_like(self.own_bounds[1:])
+        self.offsets[0] = self.piece.before
+        self._longer_bounds: dict[int, torch.Tensor] = {}
+
+    def bounds_with(self, before: int) -> torch.Tensor:
+        """``own_bounds`` when the first document has ``before`` tokens more."""
+        if before not in self._longer_bounds:
+            moved = self.own_bounds + before
+            moved[0] = 0
+            self._longer_bounds[before] = moved
+        return self._longer_bounds[before]
+
+
 class ContextParallel:
-    """The ranks that share each row, and the piece of the row in hand.
+    """The ranks that share each row, and the row in hand.
 
     Args:
         group: the ranks, in the order of their pieces.
+
+    Attributes:
+        row: whose pieces the operators are given; None while there is none, and they are FLA's own.
     """
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.piece: Piece | None = None
-        self.row_bounds: torch.Tensor | None = None  # document bounds of the whole row, int32, on the device
+        self.row: Row | None = None
+
+    @property
+    def piece(self) -> Piece:
+        """This rank's piece of the row in hand."""
+        return self.row.piece
 
     def count_targets(self, batch: Batch) -> int:
         """Targets in this rank's piece of a batch (on the CPU)."""
-        return self._cut(batch).num_valid
+        return self._own_tokens(batch).num_valid
 
     def enter(self, batch: Batch, device: torch.device) -> Batch:
         """This rank's piece of a batch on the device; the operators exchange what the piece lacks until the next."""
-        bounds = _row_bounds(batch) if batch.cu_seqlens is None else batch.cu_seqlens
-        self.row_bounds = bounds.to(device, torch.int32, non_blocking=True)  # once, not in every layer
-        self.piece = cut_row(bounds, self.rank, self.size)
-        piece = self._cut(batch.to(device))
-        piece.cu_seqlens = self.piece.cu_seqlens.to(device, non_blocking=True)
+        self.row, piece = self.cut(batch, device)
         return piece
 
     def leave(self) -> None:
-        """No row is in hand from here on: the operators are FLA's own again."""
-        self.piece = None
+        """No row is in hand from here on."""
+        self.row = None
 
-    def _cut(self, batch: Batch) -> Batch:
+    def cut(self, batch: Batch, device: torch.device) -> tuple[Row, Batch]:
+        """A batch (on the CPU) as the row to have in hand, and this rank's piece of it on the device."""
+        bounds = _row_bounds(batch) if batch.cu_seqlens is None else batch.cu_seqlens
+        row = Row(bounds, self.rank, self.size, device)
+        piece = self._own_tokens(batch.to(device))
+        piece.cu_seqlens = row.own_bounds
+        return row, piece
+
+    def _own_tokens(self, batch: Batch) -> Batch:
         input_ids, labels = (
             each.view(1, -1).chunk(self.size, 1)[self.rank] for each in (batch.input_ids, batch.labels)
         )
         return Batch(input_ids, labels, None, batch.numbers, batch.digests)
+
+
+def _send(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """To the device, without waiting for what it computes: a copy from pageable memory would."""
+    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 
 
 def _row_bounds(batch: Batch) -> torch.Tensor:
@@ -102,14 +153,21 @@ def _row_bounds(batch: Batch) -> torch.Tensor:
     return torch.arange(num_rows + 1) * length
 
 
-def check_row(num_tokens: int, size: int, shortest: int = 8) -> None:
-    """Refuse rows that cannot be cut evenly, or into pieces shorter than a short convolution's reach.
+def check_row(num_tokens: int, degrees: Degrees, width: int = 0) -> None:
+    """Refuse rows that cannot be cut evenly, or only into pieces that are too short.
+
+    Args:
+        num_tokens: of a row, before it is cut.
+        degrees: tensor parallelism cuts each piece of context parallelism again.
+        width: of the model's short convolutions, which take what they look back to from one piece only.
 
     Raises:
         UserError: names the lengths.
     """
-    if num_tokens % size or num_tokens // size < shortest:
+    context, tensor, shortest = degrees.context, degrees.tensor, max(SHORTEST_PIECE, width)
+    if num_tokens % (context * tensor) or num_tokens // (context * tensor) < shortest:
+        multiple = f"{context}" if tensor == 1 else f"{context} * {tensor} (training.tensor_parallel_degree)"
         raise UserError(
-            f"experimental.context_parallel_degree = {size}: a row of {num_tokens} tokens (training.seq_len, times "
-            f"batch_size with varlen) must be a multiple of it, with pieces of at least {shortest} tokens"
+            f"experimental.context_parallel_degree = {context}: a row of {num_tokens} tokens (training.seq_len, times "
+            f"batch_size with varlen) must be a multiple of {multiple}, with pieces of at least {shortest} tokens"
         )

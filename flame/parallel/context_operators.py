@@ -1,56 +1,76 @@
-"""FLA's operators over pieces of a row: each asks the ranks before it for what its own piece lacks.
-
-A recurrence runs twice over the last document of a piece: once from an empty state, which together with what the piece
-does to a state that enters it (its transition) gives the state that leaves it, whatever enters; all ranks then know
-every state that leaves and find the one that enters theirs. The second run starts from it.
-"""
+"""Which of FLA's operators context parallelism wraps, and the models that are made of those."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import PretrainedConfig
 
 from flame.errors import UserError
-from flame.models.backend import wrap_operator
-from flame.parallel.collectives import anchor, exchange, gather_stacked
+from flame.models.backend import runs_reference, wrap_operator
+from flame.models.supported import softmax_kinds
+from flame.parallel import context_attention, context_border, context_states
 from flame.parallel.context import ContextParallel
-from flame.parallel.degrees import Degrees
+from flame.parallel.degrees import CONTEXT_DEGREE, TENSOR_DEGREE, Degrees
 
-# Model types whose mixers are made of the operators below.
-FAMILIES = ("transformer", "gla", "gated_deltanet", "delta_net")
-MODES = {"gla": ("chunk", "fused_recurrent")}  # of attn_mode, where more than chunk is made of them
-DEGREE = "experimental.context_parallel_degree"
+ROTATE = "experimental.context_parallel_rotate_method"
+
+# Model types whose mixers are made of the operators below, and nothing else that looks at other tokens.
+FAMILIES = (
+    *("transformer", "gla", "gated_deltanet", "delta_net", "hgrn2", "retnet", "gsa", "kda", "rwkv7"),
+    *("mamba", "mamba2", "samba", "gated_deltaproduct", "stickbreaking_attn"),
+)
+MODES = {family: ("chunk", "fused_recurrent") for family in ("gla", "hgrn2", "gsa")}  # of attn_mode, if not chunk only
+# Model types whose mixers are softmax attention or like it; of others, the layers that ``attn`` in the config lists.
+ATTENTION = ("transformer", "stickbreaking_attn")
+
+OnPieces = Callable[[ContextParallel, Callable], Callable]
+_ATTENTION: dict[str, OnPieces] = {
+    "allgather": context_attention.attention_over_gathered,
+    "alltoall": context_attention.attention_over_heads,
+}
+_OPERATORS: dict[tuple[str, str], OnPieces] = {
+    ("fla.modules.rotary", "RotaryEmbedding.forward"): context_attention.rotary,
+    ("fla.ops.stickbreaking_attn", "parallel_stickbreaking_attn"): context_attention.stickbreaking_over_heads,
+    ("fla.modules.causal_conv1d", "causal_conv1d"): context_border.convolution,
+    ("fla.modules.token_shift", "token_shift"): context_border.shift,
+    ("fla.ops.gla", "chunk_gla"): context_states.decaying,
+    ("fla.ops.gla", "fused_recurrent_gla"): context_states.decaying,
+    ("fla.ops.simple_gla", "chunk_simple_gla"): context_states.decaying,
+    ("fla.ops.retention", "chunk_retention"): context_states.retention,
+    ("fla.ops.gsa", "chunk_gsa"): context_states.gated_slots,
+    ("fla.ops.gsa", "fused_recurrent_gsa"): context_states.gated_slots,
+    ("fla.layers.mamba", "selective_scan"): context_states.selective_scan,  # flame's own, in FLA's layer
+    ("fla.ops.delta_rule", "chunk_delta_rule"): context_states.delta_rule,
+}
+# These exchange states by themselves where Triton runs them.
+_CHAINED = (
+    ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+    ("fla.ops.kda", "chunk_kda"),
+    ("fla.ops.generalized_delta_rule", "chunk_dplr_delta_rule"),
+)
+# Those that the reference backend does not have.
+_TRITON_ONLY = (("fla.ops.gated_delta_product", "chunk_gated_delta_product"),)
 
 
 def install_context_parallel(context: ContextParallel, rotate_method: str) -> None:
     """Wrap FLA's operators, as ``setup_backend`` left them, so that they work on pieces."""
-
-    def wrap(module_name: str, name: str, on_pieces: Callable[[ContextParallel, Callable], Callable]) -> None:
-        wrap_operator(module_name, name, partial(_within_rows, context, on_pieces))
-
-    attention = {"allgather": _attention_over_gathered, "alltoall": _attention_over_heads}[rotate_method]
-    wrap("fla.layers.attn", "flash_attn_varlen_func", attention)
-    wrap("fla.modules.rotary", "RotaryEmbedding.forward", _rotary)
-    wrap("fla.modules.causal_conv1d", "causal_conv1d", _convolution)
-    for name in ("chunk_gla", "fused_recurrent_gla"):
-        wrap("fla.ops.gla", name, _decaying_recurrence)
-    wrap("fla.ops.delta_rule", "chunk_delta_rule", _delta_rule)
-    wrap("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", _delta_rule)
+    chained = context_states.delta_rule if runs_reference() else context_states.chained
+    others = dict.fromkeys(_CHAINED, chained) | dict.fromkeys(_TRITON_ONLY, context_states.chained)
+    attention = {("fla.layers.attn", "flash_attn_varlen_func"): _ATTENTION[rotate_method]}
+    for (module_name, name), on_pieces in (_OPERATORS | others | attention).items():
+        wrap_operator(module_name, name, functools.partial(_within_rows, context, on_pieces))
 
 
-def _within_rows(context: ContextParallel, on_pieces: Callable, original: Callable) -> Callable:
+def _within_rows(context: ContextParallel, on_pieces: OnPieces, original: Callable) -> Callable:
     """``original`` while no row is in hand, as when a model is sampled from after training."""
     operator = on_pieces(context, original)
 
     @functools.wraps(original)
     def choose(*args: Any, **options: Any) -> Any:
-        return (original if context.piece is None else operator)(*args, **options)
+        return (original if context.row is None else operator)(*args, **options)
 
     return choose
 
@@ -63,173 +83,44 @@ def check_model(config: PretrainedConfig, degrees: Degrees, rotate_method: str) 
     """
     degree, family = degrees.context, config.model_type
     if family not in FAMILIES:
+        is_fla = type(config).__module__.startswith("fla.")
+        reason = "its operators have not been tried on pieces" if is_fla else "its mixers are not FLA's"
         raise UserError(
-            f"{DEGREE} = {degree}: {family} cannot be split along the sequence yet; {', '.join(FAMILIES)} can"
+            f"{CONTEXT_DEGREE} = {degree}: {family} cannot be split along the sequence ({reason}); "
+            f"{', '.join(FAMILIES)} can"
         )
-    mode = getattr(config, "attn_mode", "chunk")
+    mode = getattr(config, "attn_mode", None) or "chunk"
     if mode not in MODES.get(family, ("chunk",)):
         raise UserError(
-            f"{DEGREE} = {degree}: {family} with attn_mode {mode} cannot be split along the sequence; set attn_mode to "
-            "chunk in the model's config"
+            f"{CONTEXT_DEGREE} = {degree}: {family} with attn_mode {mode} cannot be split along the sequence; set "
+            "attn_mode to chunk in the model's config"
         )
-    attention = config.to_dict() if family == "transformer" else getattr(config, "attn", None)
-    if attention and rotate_method == "alltoall":
-        for key in ("num_heads", "num_kv_heads"):
-            heads = attention.get(key) or attention["num_heads"]
-            if heads % (degree * degrees.tensor):
-                raise UserError(
-                    f"experimental.context_parallel_rotate_method = alltoall: {DEGREE} = {degree} (times "
-                    f"training.tensor_parallel_degree) does not divide {key} = {heads}; use allgather"
-                )
+    if family == "gated_deltaproduct" and not config.use_forget_gate:
+        raise UserError(
+            f"{CONTEXT_DEGREE} = {degree}: FLA's gated_deltaproduct cannot be split along the sequence without gates; "
+            "set use_forget_gate to true in the model's config"
+        )
+    if family == "stickbreaking_attn" and rotate_method != "alltoall":
+        raise UserError(
+            f"{ROTATE} = {rotate_method}: FLA's stick-breaking attention takes as many keys as queries; use alltoall"
+        )
+    if rotate_method == "alltoall":
+        for attention in [config.to_dict()] if family in ATTENTION else softmax_kinds(config):
+            _check_heads(attention, degrees)
 
 
-def _convolution(context: ContextParallel, original: Callable) -> Callable:
-    def causal_conv1d(x: Tensor, weight: Tensor, *args: Any, cu_seqlens: Tensor | None = None, **options: Any):
-        piece, width = context.piece, weight.shape[-1]
-        tails = gather_stacked(x[0, -width:], context.group)  # [ranks, W, D]
-        reach = min(piece.before, width)
-        mask = torch.arange(width, device=x.device) >= width - reach
-        previous = torch.where(mask[:, None], tails[max(piece.rank - 1, 0)], 0.0)  # [W, D]
-        others = previous.new_zeros(len(piece.cu_seqlens) - 2, *previous.t().shape)
-        options["initial_state"] = torch.cat([previous.t()[None], others])  # [N, D, W]
-        return original(x, weight, *args, cu_seqlens=cu_seqlens, **options)
-
-    return causal_conv1d
+def convolution_width(config: PretrainedConfig) -> int:
+    """Tokens that a model's short convolutions look at, 0 without any."""
+    if not getattr(config, "use_short_conv", True):
+        return 0
+    return max(getattr(config, name, 0) or 0 for name in ("conv_size", "conv_kernel"))
 
 
-def _rotary(context: ContextParallel, original: Callable) -> Callable:
-    def forward(module: Any, q: Tensor, k: Tensor, seqlen_offset: int = 0, *args: Any, **options: Any):
-        piece = context.piece
-        offsets = torch.zeros(len(piece.cu_seqlens) - 1, dtype=torch.int32, device=q.device)
-        offsets[0] += piece.before
-        options["max_seqlen"] = max(options.get("max_seqlen") or 0, context.size * piece.length)
-        return original(module, q, k, offsets, *args, **options)
-
-    return forward
-
-
-def _attention_over_gathered(context: ContextParallel, original: Callable) -> Callable:
-    def flash_attn_varlen_func(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        **options: Any,
-    ) -> Tensor:
-        piece = context.piece
-        own = slice(piece.start - piece.before, piece.start + piece.length)
-        k, v = (gather_stacked(each, context.group).flatten(0, 1)[own] for each in (k, v))
-        cu_seqlens_k = cu_seqlens_q + piece.before
-        cu_seqlens_k[0] = 0
-        return original(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k + piece.before, **options)
-
-    return flash_attn_varlen_func
-
-
-def _attention_over_heads(context: ContextParallel, original: Callable) -> Callable:
-    """Exchange a piece of all heads for all pieces of some heads (DeepSpeed-Ulysses, arXiv:2309.14509)."""
-
-    def to_heads(x: Tensor) -> Tensor:  # [L, H, D] -> [ranks L, H/ranks, D]
-        return exchange(x.unflatten(1, (context.size, -1)).movedim(1, 0), context.group).flatten(0, 1)
-
-    def to_pieces(x: Tensor) -> Tensor:  # [ranks L, H/ranks, D] -> [L, H, D]
-        return exchange(x.unflatten(0, (context.size, -1)), context.group).movedim(0, 1).flatten(1, 2)
-
-    def flash_attn_varlen_func(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        **options: Any,
-    ) -> Tensor:
-        bounds = context.row_bounds
-        longest = max_seqlen_q * context.size
-        q, k, v = map(to_heads, (q, k, v))
-        return to_pieces(original(q, k, v, bounds, bounds, longest, longest, **options))
-
-    return flash_attn_varlen_func
-
-
-def _decaying_recurrence(context: ContextParallel, original: Callable) -> Callable:
-    """S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T."""
-
-    def recurrence(
-        q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, *, cu_seqlens: Tensor, **options: Any
-    ) -> tuple[Tensor, None]:
-        name = "gk" if "gk" in options else "g"
-        decay = options.pop("gk", g)
-        _check_no_state(options)
-        options = {key: value for key, value in options.items() if key not in _REPLACED}
-
-        def run(start: int, **more: Any):
-            tokens = {"q": q[:, start:], "k": k[:, start:], "v": v[:, start:], name: decay[:, start:]}
-            return original(**tokens, **options, **more)
-
-        start = context.piece.last_document
-        _, state = run(start, output_final_state=True)
-        transition = decay[:, start:].float().sum(1).exp()[..., None]  # [1, H, K, 1]
-        if options.get("state_v_first"):
-            transition = transition.mT
-        entering = _entering_state(context, state, transition, lambda through, before: through * before)
-        return run(0, initial_state=entering, cu_seqlens=cu_seqlens)[0], None
-
-    return recurrence
-
-
-def _delta_rule(context: ContextParallel, original: Callable) -> Callable:
-    """S_t = exp(g_t) (I − β_t k_t k_t^T) S_{t-1} + β_t k_t v_t^T."""
-
-    def recurrence(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor, **options: Any) -> tuple[Tensor, None]:
-        _check_no_state(options)
-        per_token = {key: options.pop(key) for key in ("g", "beta") if options.get(key) is not None}
-        options = {key: value for key, value in options.items() if key not in _REPLACED}
-
-        def run(start: int, v: Tensor, **more: Any):
-            tokens = {key: value[:, start:] for key, value in ({"q": q, "k": k, "v": v} | per_token).items()}
-            return original(**tokens, **options, **more)
-
-        start = context.piece.last_document
-        _, state = run(start, v, output_final_state=True)
-        num_heads, width = v.shape[2], k.shape[3]
-        eye = torch.eye(width, device=k.device, dtype=state.dtype).expand(1, num_heads, width, width)
-        nothing = v.new_zeros(*v.shape[:3], width)
-        _, transition = run(start, nothing, initial_state=eye.contiguous(), output_final_state=True)  # [1, H, K, K]
-        through = (lambda own, before: before @ own) if options.get("state_v_first") else torch.matmul
-        entering = _entering_state(context, state, transition, through)
-        return run(0, v, initial_state=entering, cu_seqlens=cu_seqlens)[0], None
-
-    return recurrence
-
-
-_REPLACED = ("initial_state", "output_final_state", "cu_seqlens_cpu", "chunk_indices", "cp_context")
-
-
-def _check_no_state(options: dict[str, Any]) -> None:
-    assert options.get("initial_state") is None and not options.get("output_final_state"), "training keeps no state"
-
-
-def _entering_state(
-    context: ContextParallel, state: Tensor, transition: Tensor, through: Callable[[Tensor, Tensor], Tensor]
-) -> Tensor:
-    """States before each document of this rank's piece, [N, H, ...]: that of the first may come from other ranks.
-
-    Args:
-        state: [1, H, ...] left by the piece's last document from an empty state.
-        transition: what that document does to a state, for ``through(transition, state)``.
-    """
-    piece = context.piece
-    states, transitions = gather_stacked(state, context.group), gather_stacked(transition, context.group)
-    entering = torch.zeros_like(state)
-    if piece.before:
-        for rank in range(piece.rank):
-            passed = through(transitions[rank], entering) if piece.carries[rank] else 0.0
-            entering = passed + states[rank]
-    entering = anchor(entering, states, transitions)
-    others = entering.new_zeros(len(piece.cu_seqlens) - 2, *entering.shape[1:])
-    return torch.cat([entering, others])
+def _check_heads(attention: dict[str, Any], degrees: Degrees) -> None:
+    for key in ("num_heads", "num_kv_heads"):
+        heads = attention.get(key) or attention["num_heads"]
+        if heads % (degrees.context * degrees.tensor):
+            raise UserError(
+                f"{ROTATE} = alltoall: {CONTEXT_DEGREE} = {degrees.context} (times {TENSOR_DEGREE}) does not "
+                f"divide {key} = {heads}; use allgather"
+            )

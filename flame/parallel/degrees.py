@@ -7,6 +7,11 @@ from dataclasses import dataclass
 from flame.config import JobConfig
 from flame.errors import UserError
 
+PIPELINE_DEGREE = "experimental.pipeline_parallel_degree"
+CONTEXT_DEGREE = "experimental.context_parallel_degree"
+TENSOR_DEGREE = "training.tensor_parallel_degree"
+AXES = ("pipeline", "replicate", "shard", "context", "tensor")  # outermost first
+
 
 @dataclass(frozen=True)
 class Degrees:
@@ -59,8 +64,7 @@ class Degrees:
 
     def describe(self) -> str:
         """The axes that are split, such as ``pipeline 2 x shard 4``."""
-        axes = ("pipeline", "replicate", "shard", "context", "tensor")
-        split = [f"{axis} {getattr(self, axis)}" for axis in axes if getattr(self, axis) > 1]
+        split = [f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
         return " x ".join(split) or "one device"
 
 
@@ -73,9 +77,9 @@ def resolve_degrees(config: JobConfig, world_size: int) -> Degrees:
     training, experimental = config.training, config.experimental
     others = {
         "training.data_parallel_replicate_degree": training.data_parallel_replicate_degree,
-        "training.tensor_parallel_degree": training.tensor_parallel_degree,
-        "experimental.pipeline_parallel_degree": experimental.pipeline_parallel_degree,
-        "experimental.context_parallel_degree": experimental.context_parallel_degree,
+        TENSOR_DEGREE: training.tensor_parallel_degree,
+        PIPELINE_DEGREE: experimental.pipeline_parallel_degree,
+        CONTEXT_DEGREE: experimental.context_parallel_degree,
     }
     replicate, tensor, pipeline, context = others.values()
     shard, product = training.data_parallel_shard_degree, replicate * tensor * pipeline * context
@@ -84,9 +88,12 @@ def resolve_degrees(config: JobConfig, world_size: int) -> Degrees:
     if shard * product != world_size:
         given = [f"{name} = {degree}" for name, degree in others.items() if degree > 1]
         given += [f"training.data_parallel_shard_degree = {shard}"] * (shard > 1)
+        if shard == -1:
+            advice = f"they come to {product:,}, which leaves no whole number for data_parallel_shard_degree"
+        else:
+            advice = f"they come to {shard * product:,}; data_parallel_shard_degree = -1 takes what the others leave"
         raise UserError(
             f"{', '.join(given) or 'training.data_parallel_shard_degree = 1'}: the degrees must multiply to the "
-            f"{world_size} processes that there are (NNODE * NGPU); "
-            "data_parallel_shard_degree = -1 takes what the others leave"
+            f"{world_size} processes that there are (NNODE * NGPU, in a dry run job.world_size); {advice}"
         )
     return Degrees(pipeline, replicate, shard, context, tensor)

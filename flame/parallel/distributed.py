@@ -91,8 +91,7 @@ class Distributed:
 
     def gather_from_data(self, value: object) -> list:
         """One plain value of each share of the sequences, on every rank, in the order of the shares."""
-        values = self.gather(value)
-        return [value for rank, value in enumerate(values) if self.degrees.is_data_leader(rank)]
+        return [each for rank, each in enumerate(self.gather(value)) if self.degrees.is_data_leader(rank)]
 
     def gather(self, value: object) -> list:
         """Every rank's plain value, in rank order, on every rank."""
@@ -123,9 +122,40 @@ class Distributed:
             raise UserError(fault)
         return result
 
+    def together(self, action: Callable[[], T]) -> T:
+        """This rank's result of an action that waits for no other rank; if any rank refuses, all of them do.
+
+        Without this the ranks that find nothing wrong would wait for the others, and end with a lost connection.
+
+        Raises:
+            UserError: what the action raised, with the ranks where it did not raise the same on all.
+        """
+        result, fault = None, None
+        try:
+            result = action()
+        except UserError as error:
+            fault = str(error)
+        faults = self.gather(fault)
+        if any(each is not None for each in faults):
+            raise UserError(describe_faults(faults))
+        return result
+
     def long_barrier(self) -> None:
         """Wait for every rank for as long as a download may take, whatever the time-out of other collectives."""
         dist.barrier(group=self.slow_group)
+
+
+def describe_faults(faults: list[str | None]) -> str:
+    """What the ranks have against a job, one line for each different reason."""
+    reasons: dict[str, list[int]] = {}
+    for rank, fault in enumerate(faults):
+        if fault is not None:
+            reasons.setdefault(fault, []).append(rank)
+    if len(reasons) == 1 and None not in faults:
+        return next(iter(reasons))
+    return "\n".join(
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {reason}" for reason, ranks in reasons.items()
+    )
 
 
 def init_distributed(comm: Comm, dump_folder: str | Path, degrees: Degrees | None = None) -> Distributed:
@@ -144,7 +174,7 @@ def init_distributed(comm: Comm, dump_folder: str | Path, degrees: Degrees | Non
     if "RANK" not in os.environ:
         raise UserError("this process has no rank: start it with bash train.sh, python -m flame.launch or torchrun")
     rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    device = _pick_device(local_rank)
+    device = pick_device(local_rank)
     _enable_flight_recorder(comm, Path(dump_folder) / "logs")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=comm.init_timeout_seconds)
@@ -158,13 +188,20 @@ def init_distributed(comm: Comm, dump_folder: str | Path, degrees: Degrees | Non
                 f"MASTER_ADDR and MASTER_PORT: the ranks cannot meet at {address}; leave them out on one machine, or "
                 f"give a free port ({str(error).splitlines()[0]})"
             ) from error
-    slow_group = dist.new_group(backend="gloo", timeout=SLOW_TIMEOUT)
+    slow_group = new_slow_group()
     degrees = degrees or Degrees(shard=world_size)
-    groups = _Groups(degrees, device)
+    return make_distributed(rank, local_rank, degrees, device, slow_group, mesh_device=device.type)
+
+
+def make_distributed(
+    rank: int, local_rank: int, degrees: Degrees, device: torch.device, slow_group: dist.ProcessGroup, mesh_device: str
+) -> Distributed:
+    """A rank's place in a process group that exists; all ranks make theirs together."""
+    groups = _Groups(degrees, mesh_device)
     return Distributed(
         rank,
         local_rank,
-        world_size,
+        degrees.world,
         device,
         slow_group,
         degrees,
@@ -175,23 +212,33 @@ def init_distributed(comm: Comm, dump_folder: str | Path, degrees: Degrees | Non
     )
 
 
+def new_slow_group() -> dist.ProcessGroup:
+    """A gloo group of all ranks with a time-out for what may take long. Collective."""
+    return dist.new_group(backend="gloo", timeout=SLOW_TIMEOUT)
+
+
 @dataclass(frozen=True)
 class _Groups:
     """Makes the groups of a job's axes; each way to read the ranks as axes is a mesh of its own."""
 
     degrees: Degrees
-    device: torch.device
+    device_type: str
 
     def mesh(self, **axes: int) -> DeviceMesh:
         """A mesh over all ranks with these axes, outermost first."""
-        return init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        return init_device_mesh(self.device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
     def of(self, axis: str, **axes: int) -> dist.ProcessGroup:
         """This rank's group along one of the axes."""
         return dist.group.WORLD if axes[axis] == self.degrees.world else self.mesh(**axes).get_group(axis)
 
 
-def _pick_device(local_rank: int) -> torch.device:
+def pick_device(local_rank: int) -> torch.device:
+    """The device of a process, made the current one.
+
+    Raises:
+        UserError: there are more processes than GPUs.
+    """
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
@@ -212,13 +259,16 @@ def _enable_flight_recorder(comm: Comm, folder: Path) -> None:
         os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / "flight_recorder_rank"))
 
 
-def set_timeout(seconds: int, device: torch.device) -> None:
+def set_timeout(seconds: int, job: Distributed) -> None:
     """Tighten the time-out of collectives once start-up is over; all ranks call it together."""
     dist.barrier()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    # torch 2.11-2.13 have no public setter for an existing group's time-out.
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), dist.group.WORLD)
+    if job.device.type == "cuda":
+        torch.cuda.synchronize(job.device)
+    # FSDP and the like wait in groups of their own.
+    groups = {dist.group.WORLD, job.loss_group, job.data_group, job.context_group, *job.mesh.get_all_groups()}
+    for group in groups:
+        # torch 2.11-2.13 have no public setter for an existing group's time-out.
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def shutdown() -> None:

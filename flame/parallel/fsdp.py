@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+from flame.parallel.precision import DTYPES
 
 
 def shard_model(
@@ -20,6 +19,7 @@ def shard_model(
     param_dtype: str,
     reduce_dtype: str,
     reshard_after_forward: str,
+    offload: bool = False,
 ) -> None:
     """Shard a model's parameters over a mesh, one FSDP unit per block and one for the rest.
 
@@ -34,15 +34,17 @@ def shard_model(
         reduce_dtype: dtype of the gradient reduction.
         reshard_after_forward: ``always`` frees a block's gathered weights after its forward; ``never`` keeps them for
             the backward; ``default`` is ``always`` on several ranks.
+        offload: keep shards, gradients and with them the optimizer's state in the host's memory, page-locked.
     """
     precision = MixedPrecisionPolicy(param_dtype=DTYPES[param_dtype], reduce_dtype=DTYPES[reduce_dtype])
     # With one rank there is nothing to give back: the "gathered" weights are a cast copy, and freeing it would only
     # cost a second cast in the backward.
     reshard = mesh.size(-1) > 1 if reshard_after_forward == "default" else reshard_after_forward == "always"
+    policy = CPUOffloadPolicy() if offload else OffloadPolicy()
     for _, block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
+        fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard, offload_policy=policy)
     # The root holds embedding, final norm and head, which the backward needs first: keep them gathered.
-    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False, offload_policy=policy)
 
 
 def num_sharded(blocks: Iterable[nn.Module]) -> int:

@@ -13,21 +13,41 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from flame.config import Experimental
+from flame.config import LOOPED_SCHEDULES, SINGLE_STAGE_SCHEDULES, V_SCHEDULES, Experimental
 from flame.errors import UserError
 from flame.models.blocks import find_blocks
+from flame.parallel.degrees import PIPELINE_DEGREE
 from flame.paths import find_resource
 
-DEGREE = "experimental.pipeline_parallel_degree"
 SCHEDULE = "experimental.pipeline_parallel_schedule"
 SPLIT_POINTS = "experimental.pipeline_parallel_split_points"
-SINGLE = ("1F1B", "GPipe")
-LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
-V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
-# These compute gradients of inputs and of weights at different times.
-SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+_SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 _ACTION = re.compile(r"(\d+)[FBIW](\d+)")
+
+
+def splits_backward(options: Experimental) -> bool:
+    """Whether the schedule computes gradients of inputs and of weights at different times."""
+    if options.pipeline_parallel_schedule_csv:
+        rows = _read_csv(options.pipeline_parallel_schedule_csv)
+        return any(set("IW") & set(cell) for row in rows for cell in row)
+    return options.pipeline_parallel_schedule in _SPLIT_BACKWARD
+
+
+def check_whole_backward(options: Experimental, given: str, reason: str) -> None:
+    """Refuse, beside ``given``, schedules that compute gradients of inputs and of weights at different times.
+
+    Raises:
+        UserError: names the schedule, and the reason.
+    """
+    if splits_backward(options):
+        schedule, name = options.pipeline_parallel_schedule, SCHEDULE
+        if options.pipeline_parallel_schedule_csv:
+            schedule, name = options.pipeline_parallel_schedule_csv, f"{SCHEDULE}_csv"
+        raise UserError(
+            f"{given} and {name} = {schedule} do not go together: the schedule computes gradients of inputs and of "
+            f"weights at different times, and {reason}; use 1F1B or Interleaved1F1B"
+        )
 
 
 @dataclass(frozen=True)
@@ -59,7 +79,7 @@ def plan_pipeline(model: nn.Module, options: Experimental) -> PipelinePlan:
     """Cut a model into stages of about equal work, or at the split points that the job names.
 
     Raises:
-        UserError: an unknown schedule or split point, more stages than blocks, or a number of stages that the schedule
+        UserError: an unknown split point, more stages than blocks, or a number of stages that the schedule
             does not take.
     """
     blocks = find_blocks(model)
@@ -71,8 +91,8 @@ def plan_pipeline(model: nn.Module, options: Experimental) -> PipelinePlan:
     if not points:
         if len(owners) > len(blocks):
             raise UserError(
-                f"{DEGREE} = {options.pipeline_parallel_degree}: {len(owners)} stages of {len(blocks)} blocks; "
-                "use a lower degree, or a schedule with fewer stages on a rank"
+                f"{PIPELINE_DEGREE} = {options.pipeline_parallel_degree}: {len(owners)} stages of {len(blocks)} "
+                "blocks; use a lower degree, or a schedule with fewer stages on a rank"
             )
         starts = balanced_starts(_work(model, blocks), len(owners))
     stages = [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(blocks)], strict=True)]
@@ -86,7 +106,7 @@ def stage_owners(options: Experimental, num_stages: int | None = None) -> list[i
         num_stages: as many as the split points make; None for as few as the schedule takes.
 
     Raises:
-        UserError: an unknown schedule, or one that does not take that many stages.
+        UserError: a schedule that does not take that many stages, or a CSV file that is none.
     """
     degree, name = options.pipeline_parallel_degree, options.pipeline_parallel_schedule
     loop = list(range(degree))
@@ -94,16 +114,15 @@ def stage_owners(options: Experimental, num_stages: int | None = None) -> list[i
         name = options.pipeline_parallel_schedule_csv
         owners = _owners_of_csv(name, degree)
         allowed, fits = f"{len(owners)}", num_stages in (None, len(owners))
-    elif name in SINGLE:
+    elif name in SINGLE_STAGE_SCHEDULES:
         owners, allowed, fits = loop, f"{degree}", num_stages in (None, degree)
-    elif name in LOOPED:
+    elif name in LOOPED_SCHEDULES:
         owners = loop * ((num_stages or 2 * degree) // degree)
         allowed = f"a multiple of {degree}, from {2 * degree} on"
         fits = len(owners) == (num_stages or len(owners)) >= 2 * degree
-    elif name in V_SHAPED:
-        owners, allowed, fits = [*loop, *reversed(loop)], f"{2 * degree}", num_stages in (None, 2 * degree)
     else:
-        raise UserError(f"{SCHEDULE} = {name}: must be one of {', '.join(SINGLE + LOOPED + V_SHAPED)}")
+        assert name in V_SCHEDULES, name
+        owners, allowed, fits = [*loop, *reversed(loop)], f"{2 * degree}", num_stages in (None, 2 * degree)
     if not fits:
         raise UserError(
             f"{SPLIT_POINTS} = {options.pipeline_parallel_split_points} makes {num_stages} stages; {name} on {degree} "
@@ -115,25 +134,36 @@ def stage_owners(options: Experimental, num_stages: int | None = None) -> list[i
 def _owners_of_csv(name: str, degree: int) -> list[int]:
     """The rank of each stage, by the rows of a CSV file: a row for each rank, cells such as 0F3 (stage 0, forward,
     micro-batch 3), B for its backward, or I and W for the gradients of inputs and of weights."""
-    option, path = f"{SCHEDULE}_csv = {name}", find_resource(name)
-    if not path.is_file():
-        raise UserError(f"{option}: no such file")
-    with open(path, newline="", encoding="utf-8") as file:
-        rows = [[cell.strip() for cell in row if cell.strip()] for row in csv.reader(file)]
+    option, rows = f"{SCHEDULE}_csv = {name}", _read_csv(name)
     if len(rows) != degree:
-        raise UserError(f"{option} has {len(rows)} rows; {DEGREE} = {degree} needs one for each rank")
+        raise UserError(f"{option} has {len(rows)} rows; {PIPELINE_DEGREE} = {degree} needs one for each rank")
     owners: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for cell in row:
             action = _ACTION.fullmatch(cell)
             if action is None:
                 raise UserError(f"{option}: {cell} is no action; they look like 0F3, 0B3, 0I3 or 0W3")
+            if row.count(cell) > 1:
+                raise UserError(f"{option}: {cell} stands more than once")
             stage = int(action[1])
             if owners.setdefault(stage, rank) != rank:
                 raise UserError(f"{option}: stage {stage} stands in the rows of ranks {owners[stage]} and {rank}")
     if sorted(owners) != list(range(len(owners))) or set(owners.values()) != set(range(degree)):
         raise UserError(f"{option}: stages must be numbered from 0 without a gap, and each rank must have one")
     return [owners[stage] for stage in range(len(owners))]
+
+
+def _read_csv(name: str) -> list[list[str]]:
+    """The cells of a schedule's rows, without empty ones."""
+    option, path = f"{SCHEDULE}_csv = {name}", find_resource(name)
+    if not path.is_file():
+        raise UserError(f"{option}: no such file")
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = [[cell.strip() for cell in row if cell.strip()] for row in csv.reader(file)]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{option}: no text with commas ({error})") from error
+    return [row for row in rows if row]
 
 
 def _block_number(point: str, blocks: list[tuple[str, nn.Module]]) -> int:
@@ -188,7 +218,7 @@ def check_microbatches(options: Experimental, num_sequences: int) -> int:
         )
     if number < options.pipeline_parallel_degree:
         raise UserError(
-            f"{DEGREE} = {options.pipeline_parallel_degree}: a step has {number} micro-batches only "
+            f"{PIPELINE_DEGREE} = {options.pipeline_parallel_degree}: a step has {number} micro-batches only "
             "(training.batch_size * gradient_accumulation_steps); it takes one for each rank at least"
         )
     return number

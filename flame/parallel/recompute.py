@@ -15,35 +15,34 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from flame.config import ActivationCheckpoint
-from flame.errors import UserError
+from flame.parallel.recompute_norms import forget_norm_outputs
 
 
 def recompute_blocks(blocks: Iterable[tuple[str, nn.Module]], options: ActivationCheckpoint) -> int:
-    """Make blocks recompute what the job says: ``full`` all of each, ``selective`` the cheap part or every n-th block.
+    """Make blocks recompute what the job says: ``full`` all of each, ``selective`` the cheap part, what norms give, or
+    every n-th block.
 
     Returns:
         The number of blocks that recompute.
-
-    Raises:
-        UserError: ``selective_ac_option`` is neither ``op`` nor a positive number.
     """
     if options.mode == "none":
         return 0
+    if options.mode == "selective" and options.selective_ac_option == "norm":
+        return sum(forget_norm_outputs(block) > 0 for _, block in blocks)
     every, context = 1, None
-    if options.mode == "selective":
-        choice = options.selective_ac_option
-        if choice == "op":
-            context = _keep_expensive
-        elif choice.isdigit() and int(choice):
-            every = int(choice)
-        else:
-            raise UserError(
-                f"activation_checkpoint.selective_ac_option = {choice}: must be op, or n for every n-th block"
-            )
+    if keeps_operators(options):
+        context = _keep_expensive
+    elif options.mode == "selective":
+        every = int(options.selective_ac_option)
     chosen = [block for number, (_, block) in enumerate(blocks) if number % every == 0]
     for block in chosen:
         block.forward = _recomputing(block.forward, context)
     return len(chosen)
+
+
+def keeps_operators(options: ActivationCheckpoint) -> bool:
+    """Whether some operators of every block are kept and the others computed again."""
+    return options.mode == "selective" and options.selective_ac_option == "op"
 
 
 def _recomputing(forward: Callable, context: Callable | None) -> Callable:
@@ -56,7 +55,7 @@ def _keep_expensive() -> tuple:
     counts = {"forward": 0, "recompute": 0}
 
     def policy(context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        if operator in _ATTENTION:
+        if operator.name() in _ATTENTION:
             return CheckpointPolicy.MUST_SAVE
         if operator in _MATRIX_PRODUCTS:
             phase = "recompute" if context.is_recompute else "forward"
@@ -69,10 +68,16 @@ def _keep_expensive() -> tuple:
 
 _aten = torch.ops.aten
 _MATRIX_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default}
+# By name: some are not there before the module that registers them is imported, or the package is installed.
 _ATTENTION = {
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._flash_attention_forward.default,
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_flash_attention_forward",
+    "aten::_cudnn_attention_forward",
+    "torch_attn::_varlen_attn",  # of torch.nn.attention.varlen
+    "flash_attn::_flash_attn_forward",
+    "flash_attn::_flash_attn_varlen_forward",
+    "flame::flash_attention_4",
 }

@@ -15,8 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from flame.errors import UserError
+from flame.models.linear_cross_entropy import linear_cross_entropy
 from flame.models.loss import IGNORE_INDEX, HeadOptions
-from flame.models.reference.cross_entropy import linear_cross_entropy, scale_and_cap
+from flame.models.reference.cross_entropy import scale_and_cap
+from flame.models.reference.packing import compute_dtype
 from flame.parallel.collectives import sum_of_shares
 from flame.parallel.tensor import (
     SEQUENCE,
@@ -142,9 +144,11 @@ class _Part:
         return value
 
 
-def _loss_and_gradient(logits: Tensor, labels: Tensor, factor: float, *, part: _Part) -> tuple[Tensor, Tensor]:
-    """Sum of the rows' losses, and its gradient by this rank's logits [rows, V/ranks] (l2warp's penalty included)."""
-    options = part.options
+def _loss_and_gradient(
+    logits: Tensor, labels: Tensor, factor: float | Tensor | None, *, part: _Part
+) -> tuple[Tensor, Tensor | None]:
+    """Of this rank's logits [rows, V/ranks], as ``LossAndGradient`` says; with l2warp's penalty in the gradient."""
+    options, logits = part.options, logits.to(compute_dtype(logits))
     shaped = scale_and_cap(logits, options.logit_scale, options.logit_softcapping)
     largest = part.max(shaped.amax(-1))  # [rows]
     exponentials = (shaped - largest[:, None]).exp()
@@ -155,6 +159,8 @@ def _loss_and_gradient(logits: Tensor, labels: Tensor, factor: float, *, part: _
     total, target = part.sum(torch.stack([exponentials.sum(-1), target]))
     valid = (labels != IGNORE_INDEX).to(logits.dtype)
     loss = ((total.log() + largest - target) * valid).sum()
+    if factor is None:
+        return loss, None
 
     grad = exponentials / total[:, None]
     grad.scatter_add_(1, picked, -is_own.to(grad.dtype)[:, None])

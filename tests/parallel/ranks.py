@@ -1,9 +1,10 @@
-"""Cases that two spawned processes run together; all of a file share the pair, since starting it takes the time."""
+"""Cases that a few spawned processes run together; all of a file share them, since starting them takes the time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,26 +14,35 @@ import torch.multiprocessing as mp
 Case = Callable[[], None]
 
 
-def run_cases(cases: list[Case], folder: Path) -> dict[str, list[str]]:
-    """Run every case on both ranks of a gloo group.
+def run_cases(cases: list[Case], folder: Path, size: int = 2, device_type: str = "cpu") -> dict[str, list[str]]:
+    """Run every case on each rank of a group of ``size``: gloo, or with "cuda" NCCL and a GPU each.
 
     Returns:
         By the name of each case, what each rank says: ``passed``, or its error.
     """
-    mp.spawn(_run, args=(cases, folder), nprocs=2)
-    return {case.__name__: [(folder / f"{case.__name__}.{rank}").read_text() for rank in range(2)] for case in cases}
+    mp.spawn(_run, args=(cases, folder, size, device_type), nprocs=size)
+    return {name_of(case): [(folder / f"{name_of(case)}.{rank}").read_text() for rank in range(size)] for case in cases}
 
 
-def _run(rank: int, cases: list[Case], folder: Path) -> None:
+def name_of(case: Case) -> str:
+    """A function's name; of a partial also what it is called with."""
+    return "-".join((case.func.__name__, *case.args)) if isinstance(case, partial) else case.__name__
+
+
+def _run(rank: int, cases: list[Case], folder: Path, size: int, device_type: str) -> None:
     torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    backend, seconds = "gloo", 60
+    if device_type == "cuda":
+        torch.cuda.set_device(rank)
+        backend, seconds = "cpu:gloo,cuda:nccl", 600  # one rank may still be looking for the best kernel
+    place = {"rank": rank, "world_size": size, "init_method": f"file://{folder}/store"}
+    dist.init_process_group(backend, timeout=timedelta(seconds=seconds), **place)
     for case in cases:
         outcome = "passed"
         try:
             case()
         except BaseException as error:  # pytest.raises fails with a BaseException
             outcome = f"{type(error).__name__}: {error}"
-        (folder / f"{case.__name__}.{rank}").write_text(outcome)
+        (folder / f"{name_of(case)}.{rank}").write_text(outcome)
     dist.barrier()
     dist.destroy_process_group()

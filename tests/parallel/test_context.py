@@ -6,13 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flame.data.batch import Batch
 from flame.errors import UserError
 from flame.parallel import context as home
 from flame.parallel.context import ContextParallel, check_row, cut_row
+from flame.parallel.degrees import Degrees
 
 
 @st.composite
@@ -29,6 +30,7 @@ def documents(cu_seqlens: torch.Tensor) -> list[int]:
     return [number for number, length in enumerate(lengths) for _ in range(length)]
 
 
+@settings(deadline=None)
 @given(rows())
 def test_pieces_cover_the_row_and_know_what_lies_before(row):
     cu_seqlens, size = row
@@ -61,6 +63,8 @@ def test_a_rank_takes_its_piece_of_a_packed_row(second_of_two):
     assert piece.input_ids.tolist() == [[4, 5, 6, 7]]
     assert piece.cu_seqlens.tolist() == [0, 2, 4]
     assert second_of_two.piece.before == 1
+    assert second_of_two.row.offsets.tolist() == [1, 0]
+    assert second_of_two.row.bounds_with(1).tolist() == [0, 3, 5]
     assert second_of_two.count_targets(batch) == 3
 
 
@@ -72,8 +76,16 @@ def test_rows_without_documents_are_laid_end_to_end(second_of_two):
     assert second_of_two.piece.before == 2
 
 
-@pytest.mark.parametrize(("num_tokens", "size"), [(65, 2), (24, 4)])
-def test_rows_that_make_no_even_pieces_are_refused(num_tokens, size):
-    check_row(64, size)
-    with pytest.raises(UserError, match=rf"context_parallel_degree = {size}: a row of {num_tokens} tokens"):
-        check_row(num_tokens, size)
+@pytest.mark.parametrize(
+    ("num_tokens", "degrees", "multiple"),
+    [
+        (65, Degrees(context=2), "2,"),
+        (24, Degrees(context=4), "4,"),
+        (66, Degrees(context=2, tensor=2), r"2 \* 2 \(training.tensor_parallel_degree\),"),
+    ],
+)
+def test_rows_that_make_no_even_pieces_are_refused(num_tokens, degrees, multiple):
+    check_row(64, degrees)
+    given = f"context_parallel_degree = {degrees.context}: a row of {num_tokens} tokens"
+    with pytest.raises(UserError, match=f"{given} .* must be a multiple of {multiple}"):
+        check_row(num_tokens, degrees)

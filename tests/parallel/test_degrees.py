@@ -46,3 +46,10 @@ def test_every_rank_has_its_place():
     assert [rank for rank in range(degrees.world) if degrees.is_data_leader(rank)] == [0, 4, 8, 12]
     assert degrees.describe() == "pipeline 2 x replicate 2 x shard 2 x context 2 x tensor 2"
     assert Degrees().describe() == "one device"
+
+
+def test_the_refusal_says_what_the_degrees_come_to():
+    with pytest.raises(UserError, match="; they come to 12; data_parallel_shard_degree = -1 takes"):
+        resolve(8, data_parallel_shard=4, tensor_parallel=3)
+    with pytest.raises(UserError, match="; they come to 12, which leaves no whole number for data_parallel_shard"):
+        resolve(500, pipeline_parallel=4, tensor_parallel=3)

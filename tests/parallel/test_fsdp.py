@@ -12,21 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from flame.config import Comm, Optimizer
 from flame.errors import UserError
-from flame.launch.layout import free_port
 from flame.parallel.clip import clip_gradients
-from flame.parallel.distributed import Distributed, init_distributed, shutdown
+from flame.parallel.distributed import Distributed, init_distributed
 from flame.parallel.fsdp import reshard, shard_model
 from flame.training.optimizer import build_optimizer
-
-
-@pytest.fixture
-def alone(tmp_path, monkeypatch) -> Distributed:
-    """A process group of this process."""
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    for name, value in {**place, "MASTER_PORT": str(free_port())}.items():
-        monkeypatch.setenv(name, value)
-    yield init_distributed(Comm(), tmp_path)
-    shutdown()
 
 
 def make_sharded(dist: Distributed, reshard_after_forward: str = "default") -> nn.Module:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from itertools import combinations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from flame.config import Experimental
 from flame.errors import UserError
-from flame.parallel.pipeline_plan import balanced_starts, check_microbatches, plan_pipeline
+from flame.parallel.pipeline_plan import balanced_starts, check_microbatches, check_whole_backward, plan_pipeline
 
 
 class Tiny(nn.Module):
@@ -39,6 +39,7 @@ def most_work(work: list[int], starts: tuple[int, ...]) -> int:
     return max(sum(work[start:stop]) for start, stop in zip(starts, [*starts[1:], len(work)], strict=True))
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_no_split_is_better_than_the_balanced_one(data):
     work = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=7))
@@ -82,8 +83,6 @@ def test_split_points_name_the_first_block_of_a_stage():
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        (options(schedule="2F2B"), "schedule = 2F2B: must be one of 1F1B, GPipe"),
-        (options(schedule="PipelineScheduleSingle"), "must be one of"),
         (options(degree=9), "9 stages of 8 blocks"),
         (options(degree=5, schedule="ZBVZeroBubble"), "10 stages of 8 blocks"),
         (options(points=("layers.9",)), r"layers\.9 is no block; they are layers\.0 to layers\.7"),
@@ -109,6 +108,7 @@ def plan_csv(folder, text: str, degree: int = 2) -> list[int]:
 
 def test_a_csv_file_lays_the_stages_as_its_rows_say(tmp_path):
     assert plan_csv(tmp_path, "0F0,0F1,0B0,0B1\n,1F0,1B0,1F1,1B1\n") == [0, 1]
+    assert plan_csv(tmp_path, "0F0,0B0\n\n1F0,1B0\n\n") == [0, 1]
     assert plan_csv(tmp_path, "0F0,3F0,3I0,3W0,0I0,0W0\n1F0,2F0,2B0,1B0\n") == [0, 1, 1, 0]
 
 
@@ -119,11 +119,20 @@ def test_a_csv_file_lays_the_stages_as_its_rows_say(tmp_path):
         ("0F0,0X0\n1F0,1B0\n", "0X0 is no action"),
         ("0F0,1B0\n1F0,0B0\n", "stage 1 stands in the rows of ranks 0 and 1"),
         ("0F0,0B0\n2F0,2B0\n", "without a gap"),
+        ("0F0,0B0\n1F0,1B0,1F0\n", "1F0 stands more than once"),
     ],
 )
 def test_what_is_wrong_in_a_csv_file_is_named(tmp_path, text, message):
     with pytest.raises(UserError, match=message):
         plan_csv(tmp_path, text)
+
+
+def test_a_csv_file_that_is_no_text_is_named(tmp_path):
+    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\n")
+    with pytest.raises(UserError, match=r"binary\.csv: no text"):
+        plan_pipeline(Tiny(), options(schedule_csv=str(tmp_path / "binary.csv")))
+    with pytest.raises(UserError, match="no such file"):
+        check_whole_backward(Experimental(pipeline_parallel_schedule_csv="nowhere.csv"), "", "")
 
 
 def test_microbatches_are_the_sequences_of_a_step_or_divide_them():
@@ -133,3 +142,19 @@ def test_microbatches_are_the_sequences_of_a_step_or_divide_them():
         check_microbatches(options(microbatches=3), 8)
     with pytest.raises(UserError, match="pipeline_parallel_degree = 4: a step has 2 micro-batches only"):
         check_microbatches(options(4), 2)
+
+
+@pytest.mark.parametrize("schedule", ["ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV"])
+def test_schedules_that_split_the_backward_are_refused(schedule):
+    with pytest.raises(UserError, match=rf"^a = 1 and .*schedule = {schedule} do not go together.*because; use 1F1B"):
+        check_whole_backward(Experimental(pipeline_parallel_schedule=schedule), "a = 1", "because")
+
+
+def test_schedule_files_that_split_the_backward_are_refused(tmp_path):
+    whole, split = tmp_path / "whole.csv", tmp_path / "split.csv"
+    whole.write_text("0F0,0B0\n1F0,1B0\n")
+    split.write_text("0F0,0I0,0W0\n1F0,1I0,1W0\n")
+    check_whole_backward(Experimental(pipeline_parallel_schedule_csv=str(whole)), "", "")
+    check_whole_backward(Experimental(pipeline_parallel_schedule="1F1B"), "", "")
+    with pytest.raises(UserError, match=r"schedule_csv = .*split\.csv do not go together"):
+        check_whole_backward(Experimental(pipeline_parallel_schedule_csv=str(split)), "", "")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flame.config import ActivationCheckpoint
-from flame.errors import UserError
 from flame.parallel.recompute import recompute_blocks
 
 
@@ -53,7 +53,62 @@ def test_gradients_stay_and_chosen_blocks_run_twice(options, runs):
     assert all(torch.equal(a, b) for a, b in zip(plain, grads, strict=True))
 
 
-@pytest.mark.parametrize("choice", ["0", "-1", "ops", "1.5", ""])
-def test_an_unknown_choice_is_named(choice):
-    with pytest.raises(UserError, match=rf"selective_ac_option = {choice}: must be op, or n"):
-        recompute_blocks([], ActivationCheckpoint(mode="selective", selective_ac_option=choice))
+class Attends(nn.Module):
+    """Torch's variable-length attention between two matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = (nn.Linear(8, 8, dtype=torch.bfloat16, device="meta") for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        q = self.inner(x).view(-1, 1, 8)
+        bounds = torch.empty(3, dtype=torch.int32, device="meta")
+        return self.outer(varlen_attn(q, q, q, bounds, bounds, 4, 4, window_size=(-1, 0)).flatten(1))
+
+
+class Calls(TorchDispatchMode):
+    """Names of the operators that were called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.names.append(operator.name())
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("mode", "runs"), [("none", 1), ("selective", 1), ("full", 2)])
+def test_variable_length_attention_is_kept(mode, runs):
+    model = nn.Sequential(Attends())
+    recompute_blocks(model.named_children(), ActivationCheckpoint(mode=mode, selective_ac_option="op"))
+    with Calls() as calls:
+        y = model(torch.empty(8, 8, dtype=torch.bfloat16, device="meta", requires_grad=True))
+        y.backward(torch.empty_like(y))
+    assert calls.names.count("torch_attn::_varlen_attn") == runs
+    assert calls.names.count("torch_attn::_varlen_attn_backward") == 1
+
+
+@pytest.mark.gpu
+def test_attention_of_a_gpu_is_kept_and_gives_the_same_gradients():
+    from flame.models.attention import make_attention
+
+    _, attend = make_attention("varlen", context_len=128)
+    bounds = torch.tensor([0, 1, 100, 256], dtype=torch.int32, device="cuda")
+    x = torch.randn(256, 2, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+
+    class Layer(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return attend(x, x * 0.5, x * 2, bounds, bounds, 256, 256, causal=True)
+
+    results = {}
+    for mode in ("none", "selective", "full"):
+        model = nn.Sequential(Layer())
+        recompute_blocks(model.named_children(), ActivationCheckpoint(mode=mode, selective_ac_option="op"))
+        with Calls() as calls:
+            gradient = torch.autograd.grad(model(x).square().sum(), x)[0]
+        results[mode] = calls.names.count("torch_attn::_varlen_attn"), gradient
+    assert [runs for runs, _ in results.values()] == [1, 1, 2]
+    assert torch.equal(results["selective"][1], results["none"][1])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from flame.parallel.clip import clip_gradients
+from flame.parallel.clip import clip_gradients, norm_of_shards
 from flame.parallel.collectives import anchor, exchange, gather_stacked, sum_and_scatter
 from tests.parallel.ranks import run_cases
 
@@ -93,6 +93,7 @@ def clips_shards():
         model(torch.ones(3, 4)).sum().backward()
     found = clip_gradients(list(sharded.parameters()), float("inf"))
     torch.testing.assert_close(found, whole_norm(whole))
+    torch.testing.assert_close(norm_of_shards(each.grad for each in sharded.parameters()), whole_norm(whole))
 
 
 CASES = [
