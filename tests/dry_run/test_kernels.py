@@ -1,0 +1,95 @@
+"""The kernels of a job are found without running it."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from flame.cli.parse import parse_args
+from flame.models.backend import import_fla, uninstall
+
+if sys.platform != "linux":
+    pytest.skip("Triton is for Linux", allow_module_level=True)
+triton = pytest.importorskip("triton")
+
+JOB = ["--model.config", "configs/debug/gla.json", "--model.tokenizer_path", "configs/tokenizer"]
+JOB += ["--training.dataset", "builtin:stdlib", "--training.varlen", "--training.seq_len", "512"]
+
+
+@pytest.fixture
+def hopper(tmp_path, monkeypatch):
+    """A Hopper GPU to plan for, with an empty cache."""
+    from triton.backends.compiler import GPUTarget
+
+    import_fla()  # which looks at the device
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    target = GPUTarget("cuda", 90, 32)
+    driver = SimpleNamespace(
+        get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0
+    )
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    yield
+    uninstall()
+
+
+def test_a_jobs_kernels_are_found_and_compiled(hopper, monkeypatch):
+    from flame.dry_run import kernels
+
+    compiled, processes = [], []
+
+    def compile_ahead(tasks, num_processes):
+        compiled.extend(tasks)
+        processes.append(num_processes)
+
+    monkeypatch.setattr(kernels, "compile_ahead", compile_ahead)
+    monkeypatch.setattr(kernels, "num_compilers", lambda: 128)
+    monkeypatch.setattr(kernels, "available_memory", lambda: 5 * 2**30)
+    try:
+        told = kernels.compile_kernels(parse_args(JOB), 1)
+    finally:
+        dist.destroy_process_group()
+    names = {task.name for task in compiled}
+    assert {
+        "chunk_fwd_kernel_h",
+        "chunk_bwd_kernel_dh",
+        "swiglu_fwdbwd_kernel",
+        "layer_norm_bwd_kernel",
+    } - names == set()
+    assert processes == [5]  # the host's memory has no room for more
+    assert len({task.key for task in compiled}) == len(compiled)
+    assert [task.is_tuned for task in compiled] == sorted((task.is_tuned for task in compiled), reverse=True)
+    assert told.startswith(f"{len(compiled)} forms of {len(names)} kernels compiled ahead in ")
+
+
+@pytest.mark.parametrize("family", ["transformer", "gla", "gated_deltanet"])
+def test_what_is_tuned_does_not_depend_on_how_many_documents_a_row_has(family, hopper):
+    from triton.runtime.autotuner import Autotuner, Heuristics
+
+    from flame.dry_run.plan import plan_job
+    from flame.models.without_kernels import observed_launches
+
+    def tuned(context_len: int) -> set[tuple]:
+        keys = set()
+
+        def observe(kernel, args, options):
+            while isinstance(kernel, Heuristics):
+                named = dict(zip(kernel.arg_names, args, strict=False)) | options
+                options = options | {name: choose(named) for name, choose in kernel.values.items()}
+                kernel = kernel.fn
+            if isinstance(kernel, Autotuner):
+                named = dict(zip(kernel.arg_names, args, strict=False)) | options
+                dtypes = [str(named[name].dtype) for name in kernel.arg_names if hasattr(named.get(name), "dtype")]
+                keys.add((kernel.base_fn.__name__, *(named.get(name) for name in kernel.keys), *dtypes))
+
+        words = ["--model.config", f"configs/debug/{family}.json", "--training.context_len", str(context_len)]
+        with observed_launches(observe):
+            plan_job(parse_args([*words, *JOB[2:]]), 1)
+        dist.destroy_process_group()
+        return keys
+
+    keys = tuned(512)
+    assert len(keys) >= 6
+    assert tuned(7) == keys  # 74 documents instead of one
