@@ -11,7 +11,12 @@ from dataclasses import dataclass, field
 
 from flame.options import option
 
+SINGLE_STAGE_SCHEDULES = ("1F1B", "GPipe")
+LOOPED_SCHEDULES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
+V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")
+ATTENTION_BACKENDS = ("auto", "varlen", "sdpa", "flex", "cudnn", "flash", "fa3", "fa4")
 LEAVE_OFF = "leave it out"
+FOR_REPLICAS = "it counts with fault_tolerance.enable, which is refused"
 
 
 @dataclass
@@ -23,12 +28,28 @@ class Job:
     (configs/debug.toml, flame/models/fla.toml) are found from any folder."""
     dump_folder: str = option("exp")
     """Run folder: everything that the run writes goes here."""
+    cache_dir: str = option("")
+    """Folder for compiled kernels and tuning results, which make later first steps short; runs and nodes may share it.
+    Empty: where Triton and torch keep theirs, and ~/.cache/flame. Variables of the environment (TRITON_CACHE_DIR) go
+    before it."""
+    compile_ahead: bool = option(False)
+    """On GPUs, compile the kernels of the first step in all cores of the machine while train.sh starts the run; not
+    under a torchrun of your own, nor with training.batch_size or activation_checkpoint.mode auto."""
     description: str = option("")
     """Free text about the run, kept in its config.toml and shown at start."""
     print_args: bool = option(False)
     """Print the resolved options at start."""
     use_for_integration_test: bool = option(False)
     """Mark the job file as one that the project's own tests run."""
+    dry_run: bool = option(False)
+    """Plan the job instead of running it, in one process and without a GPU: print the mesh, each rank's parameters,
+    its memory on a GPU, FLOPs, waiting times and traffic, and stop. A layout that could not run is refused."""
+    world_size: int = option(0, minimum=0, maximum=100_000)
+    """Number of processes to plan for, with job.dry_run or memory_estimation.enabled. 0: as many as a run would have
+    (NNODE * NGPU)."""
+    device_memory_gib: float = option(0.0, minimum=0, below=float("inf"))
+    """Memory of a device in GiB that auto (activation_checkpoint.mode, training.batch_size) makes the job fit, and that
+    a plan is held against. 0: what is free on the GPUs of the run, or of this machine."""
     sample_prompt: str = option("")
     """After the run, reload the exported model and print its continuation of this text. Empty: no sample."""
     sample_tokens: int = option(48, minimum=1)
@@ -47,15 +68,17 @@ class Model:
     """Tokenizer folder or hub id. Empty: the one beside model.config, when that is a folder or a hub id."""
     norm_type: str = option("", choices=("", "layernorm", "np_layernorm", "rmsnorm", "fused_rmsnorm"))
     """Kind of normalisation layer. Empty: as the model config says. A family that has no such choice refuses it."""
-    converters: list[str] = option([], choices=("float8",), not_yet=LEAVE_OFF)
+    converters: list[str] = option([], choices=("float8",))
     """Changes made to the built model before training, in order."""
     print_after_conversion: bool = option(False)
     """Print the model once it is built and converted."""
     backend: str = option("auto", choices=("auto", "triton", "reference"))
     """Operators of the FLA layers: Triton kernels, or flame's plain PyTorch ones. auto: triton on a GPU, else
     reference."""
-    attention_backend: str = option("auto", choices=("auto", "varlen", "sdpa", "flex", "flash"))
-    """What computes softmax attention. auto: the fastest that is installed and right for the device."""
+    attention_backend: str = option("auto", choices=ATTENTION_BACKENDS)
+    """What computes softmax attention: torch's variable-length FlashAttention, SDPA, FlexAttention, cuDNN, the
+    flash_attn package, or FlashAttention-3 or -4 where installed. auto: on a GPU the fastest on the job's shapes,
+    measured at start and remembered, with training.deterministic varlen or flash; on a CPU sdpa."""
     trust_remote_code: bool = option(False)
     """Allow Python code that comes with a model or tokenizer to run on this machine."""
     custom_models: list[str] = option([])
@@ -98,8 +121,14 @@ class Optimizer:
     implementation: str = option("fused", choices=("for-loop", "foreach", "fused"))
     """How the update is computed: parameter by parameter, in multi-tensor operations, or in one kernel. Only fused
     lets skip_nan_inf decide without the host waiting. Unset: fused, and foreach for SGD, which has no fused form."""
-    early_step_in_backward: bool = option(False, not_yet=LEAVE_OFF)
-    """Update each parameter as soon as its gradient is there, in the backward pass."""
+    early_step_in_backward: bool = option(
+        False,
+        refused={
+            True: "every step reports the norm of all gradients, clips by it and can be skipped by it, so that no "
+            "parameter can be updated before all gradients are there; leave it out"
+        },
+    )
+    """Update each parameter as soon as its gradient is there, in the backward pass: refused."""
 
 
 @dataclass
@@ -121,9 +150,10 @@ class LRScheduler:
 class Training:
     """Data, batch, length of the run, precision and parallel layout"""
 
-    batch_size: int = option(0, minimum=0, maximum=2**20)
+    batch_size: int = option(0, minimum=0, maximum=2**20, word="auto")
     """Packed sequences per device and micro-batch. 0: 8, or 1 with training.varlen (more joins the sequences into one
-    row of batch_size * seq_len tokens)."""
+    row of batch_size * seq_len tokens). auto: the largest power of two that fits the GPU; a resumed run keeps the
+    tokens of a step."""
     seq_len: int = option(2048, minimum=1)
     """Tokens of a packed sequence."""
     context_len: int = option(2048, minimum=1)
@@ -139,8 +169,13 @@ class Training:
     """The gradient is scaled down to this norm when it is larger; inf leaves it as it is."""
     skip_nan_inf: bool = option(False)
     """Leave out the update of a step whose gradient is not finite."""
+    skip_loss_spike: float = option(0.0, minimum=0, below=float("inf"))
+    """Leave out the update of a step whose loss is this many standard deviations above the mean of the last
+    loss_spike_window steps, 6 for instance. 0: never."""
+    loss_spike_window: int = option(128, minimum=8)
+    """Steps whose losses skip_loss_spike looks at; it begins when there are as many."""
     max_consecutive_skips: int = option(100, minimum=1)
-    """Steps left out in a row by skip_nan_inf after which the run stops."""
+    """Steps left out in a row, by skip_nan_inf or skip_loss_spike, after which the run stops."""
     dataset: list[str] = option([])
     """Training data: a hub name, a folder or file (parquet, jsonl, json, csv, txt, arrow), a save_to_disk folder, or
     builtin:stdlib, the text of Python's own library. Comma-separated for several."""
@@ -191,8 +226,9 @@ class Training:
     """Copies of the model, each sharded over data_parallel_shard_degree devices."""
     data_parallel_shard_degree: int = option(-1, minimum=-1, refused={0: "set it to -1 or at least 1"})
     """Devices that the parameters are sharded over (FSDP). -1: all that the other degrees leave."""
-    enable_cpu_offload: bool = option(False, not_yet=LEAVE_OFF)
-    """Keep parameters, gradients and optimizer state in the host's memory."""
+    enable_cpu_offload: bool = option(False)
+    """Keep parameters, gradients and optimizer state in the host's memory, where the optimizer then works: slower. On a
+    CPU they are there already."""
     tensor_parallel_degree: int = option(1, minimum=1)
     """Devices that each matrix is split over."""
     disable_loss_parallel: bool = option(False)
@@ -205,8 +241,8 @@ class Training:
     bfloat16 matrix instructions, where bfloat16 is several times slower."""
     mixed_precision_reduce: str = option("float32", choices=("float32",))
     """Data type in which gradients are summed over devices."""
-    compile: bool = option(False, not_yet=LEAVE_OFF)
-    """Compile the model's blocks with torch.compile."""
+    compile: bool = option(False)
+    """Compile the model's blocks with torch.compile. Kernels over packed documents run between the compiled parts."""
     gc_freq: int = option(50, minimum=1)
     """Steps from one run of Python's garbage collector to the next."""
     seed: int = option(42, minimum=0, maximum=2**63 - 1)
@@ -237,20 +273,32 @@ class Metrics:
 class Experimental:
     """Pipeline, context and asynchronous tensor parallelism, custom models"""
 
-    enable_async_tensor_parallel: bool = option(False, not_yet=LEAVE_OFF)
-    """Overlap tensor-parallel communication with computation."""
+    enable_async_tensor_parallel: bool = option(
+        False,
+        refused={
+            True: "torch overlaps collectives that are part of a compiled graph, and those of tensor parallelism run "
+            "between graphs here; leave it out"
+        },
+    )
+    """Overlap tensor-parallel communication with computation: refused."""
     pipeline_parallel_degree: int = option(1, minimum=1)
     """Devices that the blocks are spread over, one after the other."""
     pipeline_parallel_split_points: list[str] = option([])
     """Modules at which a new pipeline stage begins, such as layers.4,layers.8."""
-    pipeline_parallel_schedule: str = option("1F1B")
+    pipeline_parallel_schedule: str = option("1F1B", choices=SINGLE_STAGE_SCHEDULES + LOOPED_SCHEDULES + V_SCHEDULES)
     """Pipeline schedule, by its name in torch.distributed.pipelining."""
     pipeline_parallel_schedule_csv: str = option("")
     """CSV file with a pipeline schedule of one's own."""
     pipeline_parallel_microbatches: int | None = option(None, minimum=1)
     """Micro-batches of a rank in a step. Unset: one for each sequence (batch_size * gradient_accumulation_steps)."""
-    enable_compiled_autograd: bool = option(False, not_yet=LEAVE_OFF)
-    """Compile the backward pass with compiled autograd."""
+    enable_compiled_autograd: bool = option(
+        False,
+        refused={
+            True: "FSDP gathers and reduces in hooks of the backward pass, which torch cannot trace; leave it out: "
+            "training.compile compiles the backward of each block too"
+        },
+    )
+    """Compile the whole backward pass with compiled autograd: refused."""
     context_parallel_degree: int = option(1, minimum=1)
     """Devices that each sequence is split over."""
     context_parallel_rotate_method: str = option("allgather", choices=("allgather", "alltoall"))
@@ -280,10 +328,10 @@ class Checkpoint:
     """Write the model in Hugging Face format to the run folder when the run ends."""
     create_seed_checkpoint: bool = option(False)
     """Save the initial weights as step 0, and stop. They are the same for any number of processes."""
-    async_mode: str = option(
-        "disabled", choices=("disabled", "async", "async_with_pinned_mem"), not_yet="set it to disabled"
-    )
-    """Write checkpoints while training goes on."""
+    async_mode: str = option("disabled", choices=("disabled", "async", "async_with_pinned_mem"))
+    """Write checkpoints while training goes on, from a copy in the host's memory, which holds weights and optimizer
+    state of the rank; with async_with_pinned_mem in page-locked memory, to which a GPU copies several times faster. The
+    last checkpoint, and the one at a signal, are on the disk before the run ends."""
     keep_latest_k: int = option(0, minimum=0)
     """Checkpoints to keep; older ones are removed. 0: all."""
     load_step: int = option(-1, minimum=-1)
@@ -298,7 +346,8 @@ class Checkpoint:
     or the beginning of one, a pattern with *. lr_scheduler is taken too and changes nothing: the rate follows from
     the step."""
     preempt_timeout_seconds: int = option(30, minimum=1)
-    """With several processes, the time that they have to save after SIGTERM or SIGUSR1 before torchrun kills them."""
+    """Time from SIGTERM, SIGUSR1 or Ctrl-C to the end of the run. When no step could be saved within nine tenths of it,
+    the last checkpoint stands."""
     verify: str = option("auto", choices=("auto", "size", "full"))
     """Check of a checkpoint before loading: the size of each file, or its whole content. auto: full below 10 GB."""
 
@@ -307,14 +356,19 @@ class Checkpoint:
 class Float8:
     """Matrix products in 8 bits"""
 
-    enable_fsdp_float8_all_gather: bool = option(False, not_yet=LEAVE_OFF)
-    """Gather sharded parameters in float8."""
-    precompute_float8_dynamic_scale_for_fsdp: bool = option(False, not_yet=LEAVE_OFF)
-    """Compute the scales of all parameters in one go after each step."""
-    force_recompute_fp8_weight_in_bwd: bool = option(False, not_yet=LEAVE_OFF)
-    """Cast the weights to float8 again in the backward pass instead of keeping them."""
-    recipe_name: str = option("", choices=("", "tensorwise", "rowwise", "rowwise_with_gw_hp"), not_yet=LEAVE_OFF)
-    """torchao's Float8 recipe."""
+    enable_fsdp_float8_all_gather: bool = option(False)
+    """Gather sharded parameters in float8 (tensorwise scales only)."""
+    precompute_float8_dynamic_scale_for_fsdp: bool = option(False)
+    """With float8 gathering, compute the scales of all parameters in one go after each step."""
+    force_recompute_fp8_weight_in_bwd: bool = option(
+        False, refused={True: "torchao always casts the weights again in the backward pass now; leave it out"}
+    )
+    """Cast the weights to float8 again in the backward pass instead of keeping them: always done."""
+    recipe_name: str = option("", choices=("", "tensorwise", "rowwise", "rowwise_with_gw_hp"))
+    """What shares a scale: a whole tensor, or a row; with _gw_hp gradients of weights are computed in high precision.
+    Empty: tensorwise."""
+    emulate: bool = option(False)
+    """Compute float8's rounding in float32, on any device and slowly, to see what it does to a loss."""
     scaling_type_input: str = option(
         "dynamic", choices=("dynamic",), refused={"delayed": "torchao dropped delayed scaling: use dynamic"}
     )
@@ -333,18 +387,21 @@ class Float8:
 class ActivationCheckpoint:
     """Recomputing activations in the backward pass"""
 
-    mode: str = option("none", choices=("none", "selective", "full"))
-    """Which activations are recomputed instead of kept."""
+    mode: str = option("none", choices=("none", "selective", "full", "auto"))
+    """Which activations are recomputed instead of kept. auto: the fastest that fits the device of none, selective with
+    option op, and full; decided at each start, since it changes no number."""
     selective_ac_option: str = option("2")
-    """With mode selective: op (the cheap operators of every block), or n for every n-th block."""
+    """With mode selective: op (the cheap operators of every block), norm (what its norms give), or n
+    for every n-th block."""
 
 
 @dataclass
 class ActivationOffload:
     """Activations in the host's memory"""
 
-    mode: str = option("none", choices=("none",))
-    """Which activations are moved to the host's memory until the backward pass. This version has none."""
+    mode: str = option("none", choices=("none", "full"))
+    """Which activations are moved to the host's memory until the backward pass. full: all large ones of the blocks;
+    what activation_checkpoint computes again is not kept at all. The copies cost time; GPUs only."""
 
 
 @dataclass
@@ -363,23 +420,34 @@ class Comm:
 class MemoryEstimation:
     """Estimating memory without training"""
 
-    enabled: bool = option(False, not_yet=LEAVE_OFF)
-    """Estimate the memory that the job needs, and stop."""
-    disable_fake_mode: bool = option(False, not_yet=LEAVE_OFF)
-    """Estimate with real tensors instead of fake ones."""
+    enabled: bool = option(False)
+    """Estimate the memory that the job needs on each GPU, and stop; job.dry_run says more."""
+    disable_fake_mode: bool = option(
+        False,
+        refused={
+            True: "the estimate is made on tensors without memory; leave it off, or read memory_gib of a few real steps"
+        },
+    )
+    """Estimate with real tensors instead of fake ones: refused."""
 
 
 @dataclass
 class FaultTolerance:
     """Replica groups that survive each other's loss"""
 
-    enable: bool = option(False, not_yet="resume from the last checkpoint instead")
-    """Go on training when a replica group is lost (torchft)."""
-    replica_id: int = option(0, minimum=0, not_yet=LEAVE_OFF)
+    enable: bool = option(
+        False,
+        refused={
+            True: "torchft's replica groups join and leave while a run goes on, and then its losses would not be those "
+            "of one device; leave it out: after a loss the same command goes on from the last checkpoint"
+        },
+    )
+    """Go on training when a replica group is lost (torchft): refused."""
+    replica_id: int = option(0, minimum=0, not_yet=FOR_REPLICAS)
     """This replica group's number."""
-    group_size: int = option(0, minimum=0, not_yet=LEAVE_OFF)
+    group_size: int = option(0, minimum=0, not_yet=FOR_REPLICAS)
     """Number of replica groups."""
-    min_replica_size: int = option(0, minimum=0, not_yet=LEAVE_OFF)
+    min_replica_size: int = option(0, minimum=0, not_yet=FOR_REPLICAS)
     """Fewest replica groups to go on with."""
 
 
@@ -406,14 +474,27 @@ class JobConfig:
     """What the user set: ``section.name`` to the way it was written, a flag or a place in a TOML file."""
 
 
+AUTO = "auto"  # what stands in training.batch_size and activation_checkpoint.mode until the job's memory is planned
+
+
+def auto_options(config: JobConfig) -> list[str]:
+    """The options, as ``section.name``, that the job's memory is yet to decide."""
+    values = {
+        "activation_checkpoint.mode": config.activation_checkpoint.mode,
+        "training.batch_size": config.training.batch_size,
+    }
+    return [name for name, value in values.items() if value == AUTO]
+
+
 def resolve_defaults(config: JobConfig) -> None:
     """Replace, in place, the values that stand for "as the other options say" by what they come to.
 
-    Data type choices that depend on the hardware stay ``auto``.
+    What depends on the hardware stays ``auto``.
     """
     training, scheduler = config.training, config.lr_scheduler
     # A shell leaves the ~ of --job.dump_folder=~/run as it is.
     config.job.dump_folder = os.path.expanduser(config.job.dump_folder)
+    config.job.cache_dir = os.path.expanduser(config.job.cache_dir)
     if training.batch_size == 0:
         training.batch_size = 1 if training.varlen else 8
     if "training.context_len" not in config.given:

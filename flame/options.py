@@ -21,6 +21,8 @@ class Rule:
     """Values that look right and are not, each with the reason and what to use."""
     not_yet: str = ""
     """Set for an option whose feature this version lacks: only the default is taken. Says what to do instead."""
+    word: str = ""
+    """A word that a number may also be; something replaces it by a number before the number is needed."""
 
     def allows(self, value: Any) -> bool:
         """Whether one value (not a list) keeps within the choices and bounds."""

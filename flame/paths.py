@@ -1,7 +1,9 @@
-"""Where the files that ship with flame are: a checkout keeps them beside the package, a wheel inside it."""
+"""Where files are that flame ships, which a checkout keeps beside the package and a wheel inside it, or remembers."""
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
 PACKAGE_ROOT = Path(__file__).resolve().parent
@@ -21,3 +23,13 @@ def find_resource(name: str | Path) -> Path:
         if (root / path).exists():
             return root / path
     return path
+
+
+def user_cache_folder() -> Path:
+    """The user's cache folder for flame."""
+    if folder := os.environ.get("XDG_CACHE_HOME"):
+        return Path(folder) / "flame"
+    try:
+        return Path.home() / ".cache" / "flame"
+    except RuntimeError:  # a user without a home folder, as containers have
+        return Path(tempfile.gettempdir()) / "flame"

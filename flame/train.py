@@ -6,7 +6,7 @@ Reads top to bottom: build the run, restore it, loop over steps, finish. One ste
 from __future__ import annotations
 
 import logging
-import signal
+import os
 import sys
 
 import torch
@@ -15,13 +15,17 @@ from flame.cli.parse import main as print_help_or_check
 from flame.cli.parse import parse_args, wants_help
 from flame.config import JobConfig
 from flame.data.batch import Batch
-from flame.errors import ConfigError, UserError, WorkerDied
+from flame.dry_run.command import dry_run, is_dry
 from flame.launch import exit_codes
+from flame.launch.ahead import longest_wait, wait_until_compiled
+from flame.launch.caches import set_up_caches
 from flame.parallel.distributed import set_timeout, shutdown
 from flame.training.build import build_run
+from flame.training.endings import explain
 from flame.training.finish import finish_run
 from flame.training.lr_scheduler import lr_factor
 from flame.training.optimizer import set_lr, step_unless
+from flame.training.preemption import Stopped, StopRequest
 from flame.training.run import Run
 from flame.training.runtime import seed_step
 
@@ -37,36 +41,40 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if wants_help(argv):
         return print_help_or_check(argv)
+    stop = None
     try:
-        return train(parse_args(argv))
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-    except UserError as error:
-        logger.error("%s", error)
-    except WorkerDied as error:
-        logger.error("%s", error)
-        return exit_codes.CRASH
-    except KeyboardInterrupt:
-        logger.error("interrupted before a checkpoint could be saved")
-        return exit_codes.KILLED + signal.SIGINT
+        config = parse_args(argv)
+        set_up_caches(config.job.cache_dir, os.environ)  # under torchrun; the launcher has done it
+        if is_dry(config):
+            dry_run(config)
+            return exit_codes.OK
+        with StopRequest(config.checkpoint.preempt_timeout_seconds) as stop:
+            return train(config, stop)
+    except BaseException as error:
+        code = explain(error, stop)
+        if code is None:
+            raise
+        return code
     finally:
         shutdown()
-    return exit_codes.USER_ERROR
 
 
-def train(config: JobConfig) -> int:
+def train(config: JobConfig, stop: StopRequest) -> int:
     """Run a whole job: build, restore, train, export. Returns its exit code."""
-    with build_run(config) as run:
+    with build_run(config, stop) as run:
         if config.checkpoint.create_seed_checkpoint:
             run.save()
             return exit_codes.OK
-        if run.step >= config.training.steps:
+        is_finished = run.step >= config.training.steps
+        if is_finished:
             logger.info("already finished: step %d of %d; nothing left to train", run.step, config.training.steps)
-            finish_run(run, again=True)
-        elif train_loop(run):
-            finish_run(run)
         else:
-            return exit_codes.PREEMPTED
+            if told := wait_until_compiled(os.environ, longest_wait(os.environ, config.comm.init_timeout_seconds)):
+                logger.info("%s", told)
+            with stop.deferred():
+                if not train_loop(run) or stop.agreed(run.dist.max):
+                    return exit_codes.PREEMPTED
+        finish_run(run, again=is_finished)
     return exit_codes.OK
 
 
@@ -74,7 +82,12 @@ def train_loop(run: Run) -> bool:
     """Train from the run's current step to its last; False when the run was asked to stop before."""
     training = run.config.training
     while run.step < training.steps:
-        batches = run.next_batches()
+        run.start_clock()
+        try:
+            batches = run.next_batches()
+        except Stopped:
+            stop_training(run)
+            return False
         if batches is None:
             logger.info("training.max_epochs = %d reached after step %d", training.max_epochs, run.step)
             break
@@ -85,25 +98,36 @@ def train_loop(run: Run) -> bool:
         seed_step(training.seed, run.step, run.dist.rank)
         train_step(run, batches)
         if run.step < training.steps:
-            run.data.prefetch()  # while the device computes
+            run.prefetch()  # while the device computes
 
         if run.is_first_step:
+            run.prepare_saves()
             run.log_first_step()
-            set_timeout(run.config.comm.train_timeout_seconds, run.dist.device)
-        stopping = run.step < training.steps and run.stop_request.agreed()
-        if run.is_log_step or stopping:
-            run.log_step()
-        if run.should_save() or stopping:
-            run.save()
-        run.end_step()
-        if stopping:
-            logger.info("stopped after step %d of %d; the same command goes on from here", run.step, training.steps)
+            set_timeout(run.config.comm.train_timeout_seconds, run.dist)
+        if run.step < training.steps and run.stop_request.agreed(run.dist.max):
+            stop_training(run)
             return False
+        if run.is_log_step:
+            run.log_step()
+        run.check_bad_steps()
+        if run.should_save():
+            run.try_save()
+        run.end_step()
     if run.meter.num_steps:
         run.log_step()
-    if run.step != run.saved_step:
-        run.save(last=True)
+    run.save(last=True)
     return True
+
+
+def stop_training(run: Run) -> None:
+    """Save what is trained, if anything is, and say where the run stands."""
+    if run.meter.num_steps:
+        run.log_step()
+    if run.has_trained:
+        run.save()
+    run.dist.long_barrier()  # none ends, and has the others ended, before all are here
+    run.stop_request.has_saved = True
+    logger.info("stopped after step %d of %d; the same command goes on from here", run.step, run.config.training.steps)
 
 
 def train_step(run: Run, batches: list[Batch]) -> None:
@@ -120,12 +144,14 @@ def train_step(run: Run, batches: list[Batch]) -> None:
     factor = dist.degrees.replicate * dist.degrees.fsdp / num_valid
     loss_sum = run.pipeline.step(batches, factor) if run.pipeline else add_gradients(run, batches, factor)
     grad_norm = run.clip_gradients()
-    bad = (~torch.isfinite(grad_norm)).float() if run.config.training.skip_nan_inf else None
+    max_loss = dist.max(loss_sum / num_local.clamp(min=1.0))
+    loss = dist.sum(loss_sum) / num_valid
+
+    bad = run.bad_steps.judge(run.step, loss, grad_norm, run.describe_data(batches))
+    run.wait_for_snapshot()
     step_unless(run.optimizer, bad)
     run.optimizer.zero_grad(set_to_none=True)
 
-    max_loss = dist.max(loss_sum / num_local.clamp(min=1.0))
-    loss = dist.sum(loss_sum) / num_valid
     run.meter.add(
         loss,
         grad_norm,

@@ -34,12 +34,16 @@ def target_of(name: str) -> str:
 
 
 def kind_of(name: str) -> str:
-    """Type of a known name's value: int, float, bool, auto (a switch or "auto"), str, list[str] or list[float]."""
+    """Type of a known name's value: int, float, bool, auto (a switch or "auto"), int or auto, str, list[str] or
+    list[float]."""
     if name in ALIASES and ALIASES[name].values:
         return "bool"
-    if rule_of(options()[target_of(name)]).choices == ("auto", "true", "false"):
+    option = options()[target_of(name)]
+    rule = rule_of(option)
+    if rule.choices == ("auto", "true", "false"):
         return "auto"
-    return str(options()[target_of(name)].type).removesuffix(" | None")
+    kind = str(option.type).removesuffix(" | None")
+    return f"{kind} or {rule.word}" if rule.word else kind
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

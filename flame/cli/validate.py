@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from flame.cli import names
 from flame.cli.values import show
-from flame.config import JobConfig
+from flame.config import AUTO, JobConfig, auto_options
 from flame.custom_sources import find_custom, job_entries
 from flame.errors import UserError
 from flame.options import default_of, rule_of
@@ -21,6 +22,9 @@ INSIDE_RUN_FOLDER = (
     "profiling.save_traces_folder",
     "profiling.save_memory_snapshot_folder",
 )
+
+SELECTIVE = "activation_checkpoint.selective_ac_option"
+SCHEDULE_CSV = "experimental.pipeline_parallel_schedule_csv"
 
 MAX_ROW = 2**31 - 1  # boundaries in a row are int32
 
@@ -37,8 +41,12 @@ def find_faults(config: JobConfig) -> list[Fault]:
         _check_custom_models,
         _check_lengths,
         _check_optimizer,
+        _check_float8,
+        _check_blocks,
         _check_datasets,
         _check_checkpoints,
+        _check_dry_run,
+        _check_auto,
     )
     return [fault for check in checks for fault in check(config)]
 
@@ -88,15 +96,16 @@ def _check_required(config: JobConfig) -> Iterator[Fault]:
 
 
 def _check_files(config: JobConfig) -> Iterator[Fault]:
-    for name in ("model.config", "model.tokenizer_path", "checkpoint.initial_load_path"):
+    for name in ("model.config", "model.tokenizer_path", "checkpoint.initial_load_path", SCHEDULE_CSV):
         path = _value(config, name)
-        if path and _is_local(path) and not find_resource(path).exists():
+        if path and (name == SCHEDULE_CSV or _is_local(path)) and not find_resource(path).exists():
             yield _fault(config, name, f"no such file or folder{_nearby(Path(path))}")
-    try:
-        if Path(config.job.dump_folder).expanduser().is_file():
-            yield _fault(config, "job.dump_folder", "is a file; the run needs a folder")
-    except OSError as error:  # a name that is too long, for one
-        yield _fault(config, "job.dump_folder", f"is no name of a folder: {error.strerror}")
+    for name in ("job.dump_folder", "job.cache_dir"):
+        try:
+            if Path(os.path.expanduser(_value(config, name))).is_file():
+                yield _fault(config, name, "is a file; the run needs a folder")
+        except OSError as error:  # a name that is too long, for one
+            yield _fault(config, name, f"is no name of a folder: {error.strerror}")
     for name in INSIDE_RUN_FOLDER:
         path = Path(_value(config, name))
         if path.is_absolute() or ".." in path.parts:
@@ -132,7 +141,7 @@ def _check_lengths(config: JobConfig) -> Iterator[Fault]:
     if "training.context_len" in config.given and training.context_len > training.seq_len:
         yield _fault(config, "training.context_len", f"at most training.seq_len, which is {training.seq_len}")
 
-    row = training.seq_len * max(training.batch_size, 1)
+    row = training.seq_len * (1 if training.batch_size == AUTO else max(training.batch_size, 1))
     if row > MAX_ROW:
         yield _fault(
             config, "training.seq_len", f"batch_size * seq_len is {row}, more than the {MAX_ROW} tokens of a row"
@@ -143,6 +152,45 @@ def _check_optimizer(config: JobConfig) -> Iterator[Fault]:
     optimizer = config.optimizer
     if optimizer.name == "SGD" and "optimizer.implementation" in config.given and optimizer.implementation == "fused":
         yield _fault(config, "optimizer.implementation", "SGD over sharded parameters has no fused form; use foreach")
+
+
+def _check_float8(config: JobConfig) -> Iterator[Fault]:
+    options, training = config.float8, config.training
+    if "float8" not in config.model.converters:
+        for name in ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp", "emulate"):
+            if getattr(options, name):
+                yield _fault(config, f"float8.{name}", "needs model.converters float8")
+        if options.recipe_name:
+            yield _fault(config, "float8.recipe_name", "needs model.converters float8")
+        return
+    if options.enable_fsdp_float8_all_gather and options.recipe_name.startswith("rowwise"):
+        yield _fault(config, "float8.enable_fsdp_float8_all_gather", "goes with recipe_name tensorwise only")
+    if options.precompute_float8_dynamic_scale_for_fsdp and not options.enable_fsdp_float8_all_gather:
+        yield _fault(
+            config, "float8.precompute_float8_dynamic_scale_for_fsdp", "needs float8.enable_fsdp_float8_all_gather"
+        )
+    if training.mixed_precision_param == "float32" and not options.emulate:
+        yield _fault(config, "training.mixed_precision_param", "float8 products come out in bfloat16; use that")
+    if options.enable_fsdp_float8_all_gather and training.enable_cpu_offload:
+        yield _fault(config, "float8.enable_fsdp_float8_all_gather", "does not go with training.enable_cpu_offload")
+    multiple = 16 * config.experimental.context_parallel_degree
+    if training.seq_len % multiple:
+        reason = f"must be a multiple of {multiple} with model.converters float8: 16 for each piece of a sequence"
+        yield _fault(config, "training.seq_len", reason)
+
+
+def _check_blocks(config: JobConfig) -> Iterator[Fault]:
+    key, choice = SELECTIVE, config.activation_checkpoint.selective_ac_option
+    if choice not in ("op", "norm") and not (choice.isdecimal() and int(choice)):
+        yield _fault(config, key, "must be op, norm, or n for every n-th block")
+    if choice != "norm" or config.activation_checkpoint.mode != "selective":
+        return
+    if config.training.compile:
+        yield _fault(config, key, "does not go with training.compile, which compiles norms into what is around them")
+    if config.training.tensor_parallel_degree > 1:
+        yield _fault(config, key, "does not go with training.tensor_parallel_degree above 1; op, a number or full do")
+    if config.activation_offload.mode != "none":
+        yield _fault(config, key, "does not go with activation_offload.mode full; full does")
 
 
 def _check_datasets(config: JobConfig) -> Iterator[Fault]:
@@ -170,3 +218,36 @@ def _check_checkpoints(config: JobConfig) -> Iterator[Fault]:
             yield _fault(config, "checkpoint.create_seed_checkpoint", "needs checkpoint.enable_checkpoint")
     if config.job.sample_prompt and not checkpoint.export_hf:
         yield _fault(config, "job.sample_prompt", "samples from the exported model: needs checkpoint.export_hf")
+
+
+def _check_dry_run(config: JobConfig) -> Iterator[Fault]:
+    if config.job.world_size and not (config.job.dry_run or config.memory_estimation.enabled):
+        yield _fault(
+            config,
+            "job.world_size",
+            "goes with job.dry_run or memory_estimation.enabled only; NNODE and NGPU say how many processes a run has",
+        )
+
+
+def _check_auto(config: JobConfig) -> Iterator[Fault]:
+    names_of_auto = auto_options(config)
+    is_dry = config.job.dry_run or config.memory_estimation.enabled
+    if config.job.device_memory_gib and not names_of_auto and not is_dry:
+        reason = "goes with activation_checkpoint.mode or training.batch_size auto, or with job.dry_run"
+        yield _fault(config, "job.device_memory_gib", reason)
+    checkpointing = config.activation_checkpoint
+    given = checkpointing.selective_ac_option
+    if checkpointing.mode == AUTO and given not in ("op", default_of(names.options()[SELECTIVE])):
+        yield _fault(config, SELECTIVE, "activation_checkpoint.mode auto takes op where it is selective; leave it out")
+    unseen = {"training.compile": config.training.compile, "model.converters float8": config.model.converters}
+    for name in names_of_auto:
+        for option in (option for option, is_on in unseen.items() if is_on):
+            reason = f"memory is not known in advance with {option}; leave that out, or set {name} yourself"
+            yield _fault(config, name, reason)
+    degree = config.experimental.pipeline_parallel_degree
+    if config.training.batch_size == AUTO and degree > 1:
+        reason = (
+            f"the memory of a pipeline (experimental.pipeline_parallel_degree = {degree}) grows with its "
+            "micro-batches, which do not grow with batch_size; give a number"
+        )
+        yield _fault(config, "training.batch_size", reason)

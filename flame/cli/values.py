@@ -10,6 +10,7 @@ EXPECTED = {
     "float": "a number",
     "bool": "true or false",
     "auto": "auto, true or false",
+    "int or auto": "a whole number or auto",
     "str": "text",
     "list[str]": "a comma-separated list",
     "list[float]": "a comma-separated list of numbers",
@@ -69,14 +70,17 @@ def _scalar_from_text(kind: str, text: str) -> Any:
         if text.lower() not in ("true", "false"):
             raise ValueError(text)
         return text.lower() == "true"
-    if kind == "auto":
+    if kind == "auto" or (kind == "int or auto" and text.lower() == "auto"):
         return text.lower()
+    kind = kind.removesuffix(" or auto")
     return _checked_text(text) if kind == "str" else {"int": int, "float": float}[kind](text)
 
 
 def _scalar_from_toml(kind: str, value: Any) -> Any:
     if kind == "float" and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if kind == "int or auto":
+        kind = "str" if value == "auto" else "int"
     if kind == "auto" and isinstance(value, bool):
         return str(value).lower()
     # bool is a subclass of int, and `steps = true` is not a number.

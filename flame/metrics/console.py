@@ -21,10 +21,11 @@ LEVEL_COLORS = {logging.WARNING: YELLOW, logging.ERROR: RED, logging.CRITICAL: R
 def setup_logging(rank: int = 0, local_rank: int = 0, *, color: bool = True) -> None:
     """Send the ``flame`` loggers (``logging.getLogger(__name__)`` in every module) to standard output.
 
-    The local ranks named in the environment variable ``LOG_RANK`` ("0" or "0,3"; 0 by default) write everything, the
-    others warnings and errors only. A line tells its rank where more than one may write or the writer is not rank 0,
-    unless torchrun was told to put something before every line itself. What other libraries say in every healthy run is
-    silenced (``flame.quiet``).
+    Rank 0 and the local ranks named in the environment variable ``LOG_RANK`` ("0" or "0,3"; 0 by default) write
+    everything, the others warnings and errors only; torchrun keeps all of it in files and shows the ranks of
+    ``LOG_RANK``. A line tells its rank where more than one may write or the writer is not rank 0, unless torchrun was
+    told to put something before every line itself. What other libraries say in every healthy run is silenced
+    (``flame.quiet``).
 
     Args:
         rank: of this process among all.
@@ -41,7 +42,7 @@ def setup_logging(rank: int = 0, local_rank: int = 0, *, color: bool = True) -> 
     for old in [old for old in logger.handlers if old.name == HANDLER_NAME]:
         logger.removeHandler(old)
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO if local_rank in log_ranks else logging.WARNING)
+    logger.setLevel(logging.INFO if rank == 0 or local_rank in log_ranks else logging.WARNING)
     logger.propagate = False
     silence_known_noise()
 

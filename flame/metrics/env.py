@@ -10,12 +10,12 @@ import socket
 import subprocess
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 import flame
+from flame.launch.versions import installed_version
 from flame.paths import PACKAGE_ROOT
 
 FILE_NAME = "env.json"
@@ -57,7 +57,7 @@ def describe_environment(world_size: int = 1) -> dict:
         "platform": platform.platform(),
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
-        "versions": {"flame": flame.__version__} | {name: _version(name) for name in PACKAGES},
+        "versions": {"flame": flame.__version__} | {name: installed_version(name) for name in PACKAGES},
         "git_commit": git_commit(PACKAGE_ROOT.parent),
         "variables": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(VARIABLE_PREFIXES)},
     }
@@ -80,13 +80,6 @@ def git_commit(checkout: Path) -> str | None:
     except (OSError, subprocess.TimeoutExpired):  # no git here, or a checkout on a stalled file system
         return None
     return done.stdout.strip() or None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _cpu_model() -> str:

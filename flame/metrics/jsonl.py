@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from flame.errors import UserError
+
+logger = logging.getLogger(__name__)
+
 FILE_NAME = "metrics.jsonl"
+
+
+# What a full disk answers: no space, no quota, a file as large as the system lets it be.
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class JsonlWriter:
@@ -16,28 +26,54 @@ class JsonlWriter:
 
     Rows of later steps, which an earlier attempt wrote before it was stopped, are removed first: training goes on from
     ``last_step`` and writes them again. Every row reaches the operating system at once, so that a killed process loses
-    none; ``sync`` also makes them outlive a power failure.
+    none; ``sync`` also makes them outlive a power failure. On a full disk rows wait in memory for the next call.
     """
 
     def __init__(self, path: str | Path, last_step: int = 0):
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.num_removed = trim(self.path, last_step)
-        self._file = open(self.path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (closed by close)
+        self._descriptor: int | None = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._waiting = b""
 
     def write(self, row: dict) -> None:
         """Append ``row``; NaN and infinities, which JSON does not know, become ``null``."""
-        self._file.write(to_json(row) + "\n")
+        was_waiting = bool(self._waiting)
+        self._waiting += (to_json(row) + "\n").encode()
+        fault = self._drain()
+        if fault and not was_waiting:
+            logger.error("%s: %s; the rows are kept in memory until there is room", self.path, fault)
 
     def sync(self) -> None:
-        """Wait until every row is on the disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        """Wait until every row is on the disk.
+
+        Raises:
+            UserError: the disk is full.
+        """
+        if fault := self._drain():
+            raise UserError(f"{self.path}: {fault}")
+        os.fsync(self._descriptor)
 
     def close(self) -> None:
-        if not self._file.closed:
-            self.sync()
-            self._file.close()
+        if self._descriptor is None:
+            return
+        fault = self._drain()
+        os.fsync(self._descriptor)
+        os.close(self._descriptor)
+        self._descriptor = None
+        if fault:
+            logger.error("%s: %s; the last rows are lost", self.path, fault)
+
+    def _drain(self) -> str:
+        """Write what waits; the reason when the disk takes no more."""
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[os.write(self._descriptor, self._waiting) :]
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
+            return error.strerror
+        return ""
 
 
 def read_rows(path: str | Path) -> Iterator[dict]:

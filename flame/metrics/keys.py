@@ -14,7 +14,7 @@ TAGS = {
     "grad_norm": "train/grad_norm",  # global L2 norm before clipping, mean over the interval
     "lr": "train/lr",  # the logged step's learning rate
     "tokens": "train/tokens",  # trained so far, all ranks
-    "skipped_steps": "train/skipped_steps",  # non-finite steps since the start of the run
+    "skipped_steps": "train/skipped_steps",  # steps since the start of the run whose update was left out
     "tps": "speed/tps",  # tokens per second and device
     "tflops": "speed/tflops",  # training FLOPs per second and device, 1e12
     "mfu": "speed/mfu",  # tflops / dense peak of the device, 0 to 1; null when the peak is unknown

@@ -60,7 +60,11 @@ class MetricLogger:
             writer.write(row["step"], scalars(row))
 
     def sync(self) -> None:
-        """Put the rows on the disk; called before a checkpoint is published, so that none of its steps can be lost."""
+        """Put the rows on the disk; called before a checkpoint is published, so that none of its steps can be lost.
+
+        Raises:
+            UserError: the disk is full.
+        """
         if self._jsonl is not None:
             self._jsonl.sync()
 

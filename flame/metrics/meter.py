@@ -37,10 +37,8 @@ class StepMeter:
         self.world_size = world_size
         self.tokens = tokens
         self.skipped_steps = skipped_steps
-        self.consecutive_skips = 0
         self.peak = peak_flops(device) if peak is None else peak
         self._clock = clock
-        self._streak = 0  # skipped steps up to now without another between them
         self._start_interval()
 
     def add(
@@ -60,7 +58,7 @@ class StepMeter:
             loss: scalar, the step's token-weighted mean over all ranks.
             grad_norm: scalar, the global norm before clipping (a plain tensor, not a DTensor).
             num_tokens: tokens of the step over all ranks; a skipped step's count too, its data is used up.
-            skipped: scalar, true where the update was left out because of a non-finite gradient.
+            skipped: scalar, true where the update was left out.
             max_loss: scalar, the largest loss of any rank; ``loss`` when not given.
             data_time: seconds that this rank waited for the batch.
             flops: this device's training FLOPs in the step.
@@ -84,7 +82,6 @@ class StepMeter:
 
         ``loss`` and ``grad_norm`` are means over the interval's steps, ``max_loss`` is the maximum; skipped steps stay
         out of all three unless every step was skipped. With ``log_freq = 1`` they are the step's own numbers.
-        ``consecutive_skips`` afterwards holds the longest run of skipped steps that reached into the interval.
 
         Raises:
             RuntimeError: no step was added since the last call.
@@ -93,7 +90,7 @@ class StepMeter:
             raise RuntimeError("StepMeter.collect() without a step since the last one")
         losses, max_losses, grad_norms, skipped = torch.stack(self._steps).double().cpu().unbind(1)  # each [steps]
         elapsed = max(self._clock() - self._start - self._paused, 1e-9)  # after the copy: the device is done
-        self._count_skips(skipped.bool().tolist())
+        self.skipped_steps += int(skipped.sum())
         counted = slice(None) if skipped.all() else skipped == 0
         tflops = self._flops / elapsed / 1e12
         row = {
@@ -140,10 +137,3 @@ class StepMeter:
         self._paused = 0.0
         reset_peak_memory(self.device)
         self._start = self._clock()
-
-    def _count_skips(self, skipped: list[bool]) -> None:
-        self.skipped_steps += sum(skipped)
-        self.consecutive_skips = 0
-        for step_was_skipped in skipped:
-            self._streak = self._streak + 1 if step_was_skipped else 0
-            self.consecutive_skips = max(self.consecutive_skips, self._streak)

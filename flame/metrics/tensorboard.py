@@ -7,6 +7,12 @@ import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flame.metrics.jsonl import DISK_FULL
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 logger = logging.getLogger(__name__)
 
@@ -18,16 +24,28 @@ class TensorBoardWriter:
         from torch.utils.tensorboard import SummaryWriter  # takes a second; only runs that want it pay
 
         trim_events(Path(folder), last_step)
-        self._writer = SummaryWriter(log_dir=str(folder))
+        self._writer: SummaryWriter | None = SummaryWriter(log_dir=str(folder))
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
-        """Write ``scalars`` (tag -> value) and hand them to the operating system at once: a killed run keeps them."""
-        for tag, value in scalars.items():
-            self._writer.add_scalar(tag, value, step)
-        self._writer.flush()
+        """Write ``scalars`` (tag -> value) and hand them to the operating system at once: a killed run keeps them.
+
+        TensorBoard's writer does not recover from a full disk; the run goes on without it.
+        """
+        if self._writer is None:
+            return
+        try:
+            for tag, value in scalars.items():
+                self._writer.add_scalar(tag, value, step)
+            self._writer.flush()
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
+            logger.error("TensorBoard ends at step %d, for the rest of this start: %s", step, error.strerror)
+            self._writer = None
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 def trim_events(folder: Path, last_step: int) -> int:

@@ -55,11 +55,11 @@ def is_exported(run: Run) -> bool:
 
 def export(run: Run) -> None:
     """Write the newest checkpoint to the run folder's root in Hugging Face format, and sample from it if asked to."""
-    if run.checkpoints is None:
+    if run.saves is None:
         logger.warning("no model in Hugging Face format: it is made from a checkpoint, and checkpoints are turned off")
         return
     section = run.config.checkpoint
-    convert_dcp_to_hf(run.dump_folder / section.folder, step=run.saved_step, output=run.dump_folder)
+    convert_dcp_to_hf(run.dump_folder / section.folder, step=run.saves.saved_step, output=run.dump_folder)
     if run.config.job.sample_prompt:
         logger.info("a sample of the reloaded model:\n%s", sample(run))
 

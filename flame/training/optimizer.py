@@ -64,7 +64,8 @@ def step_unless(optimizer: torch.optim.Optimizer, bad: torch.Tensor | None) -> N
     fused = optimizer.defaults.get("fused", False)
     if bad is not None and fused:
         _start_momentum(optimizer)
-        optimizer.grad_scale, optimizer.found_inf = None, bad
+        # torch would bring the verdict to parameters in the host's memory without waiting until it is there.
+        optimizer.grad_scale, optimizer.found_inf = None, bad.to(optimizer.param_groups[0]["params"][0].device)
     elif bad is not None and bad.item():
         return
     optimizer.step()

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from flame.checkpoint.folders import Listing, choose_step, list_steps, step_folder
 from flame.checkpoint.initial import load_initial
-from flame.checkpoint.manager import CheckpointManager
+from flame.checkpoint.manager import CheckpointManager, read_train_state
 from flame.checkpoint.names import create_optimizer_state, model_tensors, optimizer_tensors, tied_names
 from flame.config import Checkpoint, JobConfig
 from flame.data.prefetch import DevicePrefetcher
+from flame.errors import UserError
 from flame.parallel.distributed import Distributed
+from flame.training.lengths import tokens_per_step
 
 logger = logging.getLogger(__name__)
+
+TOKENS_PER_STEP = "tokens per step"
 
 
 def restore(
@@ -82,6 +88,37 @@ def _start_from(
     return 0, {}
 
 
+def recorded_batch_size(config: JobConfig, data_size: int) -> int | None:
+    """The batch size with which a step has as many tokens as in the checkpoint that the run will go on from.
+
+    Reads the checkpoint's state alone, without a process group and before the checkpoint is verified.
+
+    Returns:
+        Sequences of a micro-batch; None when no step has been trained.
+
+    Raises:
+        UserError: there is no such checkpoint, or ranks and micro-batches do not divide its tokens.
+    """
+    section, training = config.checkpoint, config.training
+    root = Path(config.job.dump_folder) / section.folder
+    listing = list_steps(root) if section.enable_checkpoint else Listing()
+    step = choose_step(root, section.load_step, listing)
+    if not step:  # step 0 is a seed, whose weights any number of ranks may begin with
+        return None
+    state = read_train_state(step_folder(root, step), listing.complete[step])
+    tokens = state.get("hyperparameters", {}).get(TOKENS_PER_STEP)
+    if tokens is None:
+        return None
+    batch_size, rest = divmod(tokens, tokens_per_step(config, data_size, batch_size=1))
+    if rest:
+        raise UserError(
+            f"training.batch_size = auto keeps the {tokens:,} tokens a step of the checkpoint of step {step}, which do "
+            f"not divide by {data_size} data-parallel ranks x gradient_accumulation_steps = "
+            f"{training.gradient_accumulation_steps} x seq_len = {training.seq_len}; give training.batch_size a number"
+        )
+    return batch_size
+
+
 def hyperparameters(config: JobConfig, data_size: int) -> dict[str, Any]:
     """The settings whose change between a checkpoint and its resume is worth a line in the log.
 
@@ -100,15 +137,9 @@ def hyperparameters(config: JobConfig, data_size: int) -> dict[str, Any]:
         "lr_scheduler.decay_type": schedule.decay_type,
         "lr_scheduler.lr_min": schedule.lr_min,
         "training.steps": training.steps,
-        "tokens per step": tokens_per_step(config, data_size),
+        TOKENS_PER_STEP: tokens_per_step(config, data_size),
         "training.max_norm": training.max_norm,
     }
-
-
-def tokens_per_step(config: JobConfig, data_size: int) -> int:
-    """Tokens that one step trains on, over all ranks."""
-    training = config.training
-    return training.batch_size * training.gradient_accumulation_steps * data_size * training.seq_len
 
 
 def log_changes(before: dict[str, Any], now: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-import time
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from flame import __version__
-from flame.checkpoint.manager import CheckpointManager
 from flame.checkpoint.names import model_tensors, optimizer_tensors
 from flame.config import JobConfig
 from flame.data.batch import Batch, combine_digests
@@ -28,11 +27,14 @@ from flame.parallel.clip import clip_gradients
 from flame.parallel.context import ContextParallel
 from flame.parallel.distributed import Distributed
 from flame.parallel.pipeline import Pipeline
+from flame.training.bad_steps import BadSteps
+from flame.training.hang import StackDump
 from flame.training.lock import RunFolderLock
-from flame.training.preemption import StopRequest
+from flame.training.preemption import Stopped, StopRequest
 from flame.training.profiling import Profiler
 from flame.training.restore import hyperparameters
 from flame.training.runtime import GarbageCollector, seconds_since_start
+from flame.training.saving import Saves
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +46,7 @@ class Run:
     Attributes:
         step: training steps done.
         lr: learning rate of the newest step.
-        saved_step: the step of the newest checkpoint that this process saved or loaded, −1 for none.
+        saves: the run's checkpoints, None with ``checkpoint.enable_checkpoint`` off.
         pipeline: what runs the model's stages when it is cut into some.
         context: the ranks that this rank shares its rows with.
         parameters: the trainable parameters, in the model's order.
@@ -60,25 +62,24 @@ class Run:
     optimizer: torch.optim.Optimizer
     data: DevicePrefetcher
     flops: FlopCounter
-    checkpoints: CheckpointManager | None
+    saves: Saves | None
     metrics: MetricLogger
     meter: StepMeter
+    bad_steps: BadSteps
     profiler: Profiler
     gc: GarbageCollector
+    stacks: StackDump
     stop_request: StopRequest
     lock: RunFolderLock | None
     step: int = 0
     lr: float = 0.0
-    saved_step: int = -1
     parameters: list[nn.Parameter] = field(init=False)
     _first_step: int = field(init=False)
-    _saved_at: float = field(init=False)
     _data_hash: str | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._first_step = self.step + 1
-        self._saved_at = time.monotonic()
 
     @property
     def dump_folder(self) -> Path:
@@ -90,10 +91,20 @@ class Run:
         return self.step == self._first_step
 
     @property
+    def has_trained(self) -> bool:
+        """Whether this process has trained a step."""
+        return self.step >= self._first_step
+
+    @property
     def is_log_step(self) -> bool:
         """Whether the current step is logged; the first and the last always are."""
         last = self.config.training.steps
         return self.step % self.config.metrics.log_freq == 0 or self.is_first_step or self.step == last
+
+    def start_clock(self) -> None:
+        """Have the stacks of all ranks written down if the step that begins takes longer than collectives may."""
+        comm = self.config.comm
+        self.stacks.arm(comm.train_timeout_seconds if self.has_trained else comm.init_timeout_seconds)
 
     def count_targets(self, batches: list[Batch]) -> int:
         """Targets whose losses this rank computes: none without the last stage of a pipeline."""
@@ -109,14 +120,24 @@ class Run:
         return clip_gradients(self.parameters, max_norm, stages=self.pipeline.group, copies=self.pipeline.copies)
 
     def next_batches(self) -> list[Batch] | None:
-        """This rank's micro-batches of the next step, or None on all ranks when ``training.max_epochs`` is over."""
+        """This rank's micro-batches of the next step, or None on all ranks when ``training.max_epochs`` is over.
+
+        Raises:
+            Stopped: a single process was asked to stop.
+        """
         try:
-            batches = self.data.next_step()
+            with self.stop_request.interruptible(alone=self.dist.world_size == 1):
+                batches = self.data.next_step()
         except StopIteration:
             return None
         if self.config.training.log_data_hash:
             self._data_hash = self._hash_data(batches)
         return batches
+
+    def prefetch(self) -> None:
+        """Fetch the next step's batches, unless a single process is asked to stop meanwhile."""
+        with suppress(Stopped), self.stop_request.interruptible(alone=self.dist.world_size == 1):
+            self.data.prefetch()
 
     def _hash_data(self, batches: list[Batch]) -> str:
         """One hash of the step's sequences in global order, whatever rank each of them is on."""
@@ -133,7 +154,7 @@ class Run:
         """Fetch the interval's numbers from the device and write them down.
 
         Raises:
-            UserError: ``training.max_consecutive_skips`` steps in a row had no finite gradient.
+            UserError: too many steps in a row were left out.
         """
         row: dict[str, Any] = {"step": self.step} | self.meter.collect() | {"lr": self.lr, "epochs": self.data.epochs()}
         row["skipped_rows"] = int(self.dist.sum_over_data(torch.tensor(self.data.num_skipped_rows)))
@@ -144,64 +165,92 @@ class Run:
             logger.warning(
                 "the loss is not finite: a lower optimizer.lr, more warm-up or training.skip_nan_inf may help"
             )
-        limit = self.config.training.max_consecutive_skips
-        if self.meter.consecutive_skips >= limit:
-            raise UserError(
-                f"{self.meter.consecutive_skips} steps in a row had no finite gradient "
-                f"(training.max_consecutive_skips = {limit}); the last checkpoint is "
-                f"{self._describe_last_checkpoint()}; resume from an earlier step with another seed, a lower "
-                "optimizer.lr or more warm-up"
-            )
+        self.check_bad_steps(all_of_them=True)  # the device was waited for
 
-    def _describe_last_checkpoint(self) -> str:
-        return "none" if self.checkpoints is None or self.saved_step < 0 else f"step {self.saved_step}"
+    def check_bad_steps(self, all_of_them: bool = False) -> None:
+        """As ``BadSteps.check``, with what the user can do.
+
+        Raises:
+            UserError: too many steps in a row were left out.
+        """
+        try:
+            self.bad_steps.check(all_of_them)
+        except UserError as error:
+            if self.meter.num_steps:
+                self.log_step()
+            last = self.saves.describe_last() if self.saves else "none"
+            raise UserError(
+                f"{error}; the last checkpoint is {last}; resume from an earlier step with another seed, a lower "
+                "optimizer.lr or more warm-up"
+            ) from error
+
+    def describe_data(self, batches: list[Batch]) -> str:
+        """Where the data of the step in hand lie, and the command that shows them."""
+        end = self.data.consumed.num_sequences
+        start = end - sum(len(batch.numbers) for batch in batches) * self.dist.data_size
+        load = f"--load_step {self.saves.saved_step} " if self.saves and self.saves.saved_step >= 0 else ""
+        return (
+            f"its data are the sequences {start} to {end - 1}: python -m flame.utils.inspect_data --job.config_file "
+            f"{self.dump_folder / 'config.toml'} --dp_degree {self.dist.data_size} {load}--first_step {self.step}"
+        )
 
     def should_save(self) -> bool:
-        """Whether a checkpoint is due after this step; all ranks agree."""
-        section = self.config.checkpoint
-        if self.checkpoints is None or self.step == self.config.training.steps:
-            return False
-        if section.interval_type == "steps":
-            return self.step % section.interval == 0
-        return bool(self.dist.broadcast(time.monotonic() - self._saved_at >= section.interval))
+        """Whether a checkpoint is due after this step; all ranks agree. The last step's is another matter."""
+        return self.saves is not None and self.step < self.config.training.steps and self.saves.is_due(self.step)
 
     def save(self, last: bool = False) -> None:
-        """Save a checkpoint of the current step.
+        """Save a checkpoint of the current step; on return it is on the disk.
 
         Args:
             last: the run is over, so that ``checkpoint.last_save_model_weights_only`` applies.
-        """
-        if self.checkpoints is None:
-            return
-        section = self.config.checkpoint
-        weights_only = last and section.last_save_model_weights_only
-        data_state = merge_state_dicts(self.dist.gather_from_data(self.data.state_dict()))
-        tensors = model_tensors(self.model) | optimizer_tensors(self.model, self.optimizer)
-        self.metrics.sync()
-        started = time.monotonic()
-        with self.meter.paused():
-            self.checkpoints.save(self.step, tensors, self._train_state(data_state), weights_only, section.export_dtype)
-        self.saved_step, self._saved_at = self.step, time.monotonic()
-        logger.info("checkpoint of step %d saved in %.1f s", self.step, self._saved_at - started)
 
-    def _train_state(self, data_state: dict) -> dict[str, Any]:
-        """What a checkpoint holds besides tensors, as plain JSON data."""
+        Raises:
+            SaveError: it could not be written.
+        """
+        self.stacks.disarm()
+        if self.saves is not None:
+            with self.meter.paused():
+                self.saves.save(self.step, self._tensors(), self._train_state(), last)
+
+    def try_save(self) -> None:
+        """Save a checkpoint between steps; one that fails is reported and does not stop the run."""
+        self.stacks.disarm()
+        with nullcontext() if self.saves.is_async else self.meter.paused():
+            self.saves.try_save(self.step, self._tensors(), self._train_state())
+
+    def prepare_saves(self) -> None:
+        """Take what saves in the background need, once the optimizer's state is there."""
+        if self.saves is not None:
+            self.saves.checkpoints.prepare(self._tensors())
+
+    def wait_for_snapshot(self) -> None:
+        """Wait until the parameters may change: a save in the background copies them first."""
+        if self.saves is not None:
+            self.saves.checkpoints.wait_for_snapshot()
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return model_tensors(self.model) | optimizer_tensors(self.model, self.optimizer)
+
+    def _train_state(self) -> dict[str, Any]:
+        """What a checkpoint holds besides tensors, as plain JSON data. Collective."""
         return {
             "flame_version": __version__,
             "step": self.step,
             "meter": self.meter.state_dict(),
-            "dataloader": data_state,
+            "bad_steps": self.bad_steps.state_dict(),
+            "dataloader": merge_state_dicts(self.dist.gather_from_data(self.data.state_dict())),
             "hyperparameters": hyperparameters(self.config, self.dist.data_size),
         }
 
     def end_step(self) -> None:
         """Housekeeping after a step."""
+        if self.saves is not None:
+            self.saves.report_finished()
         self.profiler.step()
         self.gc.step(self.step)
 
     def __enter__(self) -> Run:
         self.profiler.__enter__()
-        self.stop_request.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -212,8 +261,10 @@ class Run:
         """
         error = exception[1]
         death = self.data.dead_workers() if isinstance(error, RuntimeError) else ""
-        self.stop_request.__exit__(*exception)
+        self.stacks.close()
         self.profiler.__exit__(*exception)
+        if self.saves is not None:
+            self.saves.close(self.config.checkpoint.preempt_timeout_seconds)
         self.data.close()
         self.metrics.close()
         self.gc.close()

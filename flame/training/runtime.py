@@ -1,4 +1,4 @@
-"""Process-wide settings of a training process: seeds, determinism, garbage collection, what the device is fast at."""
+"""Process-wide settings of a training process: seeds, determinism, garbage collection."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     Args:
         seed: the job's seed.
         step: training step.
-        rank: data-parallel rank, so that ranks draw differently.
+        rank: of this process among all, so that no two draw alike.
     """
     # 2654435761 and 40503 are Knuth's multiplicative hash constants: neighbouring steps get unrelated seeds.
     torch.manual_seed((seed + step * 2654435761 + rank * 40503) % 2**63)
@@ -61,10 +61,3 @@ class GarbageCollector:
 def seconds_since_start() -> float:
     """Seconds since the command was given, as far as this process knows: since the launcher began, or this module."""
     return time.time() - float(os.environ.get("FLAME_START_TIME", _IMPORTED_AT))
-
-
-def has_fast_bfloat16(device: torch.device) -> bool:
-    """Whether matrix products in bfloat16 are at least as fast as in float32: GPUs from Ampere on, CPUs with AMX."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
-    return bool(torch.cpu.get_capabilities().get("amx_bf16"))

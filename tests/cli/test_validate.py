@@ -9,6 +9,7 @@ from flame.errors import ConfigError
 from flame.options import default_of, rule_of
 
 JOB = ["--model.config", "org/model", "--training.dataset", "builtin:stdlib"]
+NORM = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=norm"]
 
 
 def faults(*argv):
@@ -48,6 +49,9 @@ def test_a_complete_job_has_no_fault():
         ("comm.trace_buf_size", "-1", "at least 0"),
         ("checkpoint.export_dtype", "fp8", "one of float32, float16, bfloat16"),
         ("optimizer.name", "Lion", "one of AdamW, Adam, SGD"),
+        ("experimental.pipeline_parallel_schedule", "2F2B", "one of 1F1B, GPipe, Interleaved1F1B"),
+        ("activation_checkpoint.selective_ac_option", "²", "op, norm, or n for every n-th block"),
+        ("activation_checkpoint.selective_ac_option", "0", "op, norm, or n for every n-th block"),
         ("training.fsdp_reshard_after_forward", "sometimes", "one of default, always, never"),
     ],
 )
@@ -75,6 +79,10 @@ def test_limits(option, bad, allowed):
         ["--training.data_files", "a.txt,b.txt"],
         ["--no-training.compile"],
         ["--activation_checkpoint.mode", "none"],
+        NORM,
+        ["--activation_checkpoint.selective_ac_option", "norm", "--training.compile"],
+        ["--activation_checkpoint.mode", "auto", "--training.batch_size", "auto", "--job.device_memory_gib", "80"],
+        ["--job.device_memory_gib", "80", "--job.dry_run"],
     ],
 )
 def test_edges_that_are_allowed(words):
@@ -87,6 +95,31 @@ def test_edges_that_are_allowed(words):
         (
             ["--training.seq_len", "1024", "--training.context_len", "2048"],
             "--training.context_len = 2048: at most training.seq_len, which is 1024",
+        ),
+        (
+            ["--job.device_memory_gib", "80"],
+            "--job.device_memory_gib = 80.0: goes with activation_checkpoint.mode or "
+            "training.batch_size auto, or with job.dry_run",
+        ),
+        (
+            ["--training.batch_size", "auto", "--training.compile"],
+            '--training.batch_size = "auto": memory is not known in advance with training.compile; leave that out, or '
+            "set training.batch_size yourself",
+        ),
+        (
+            ["--activation_checkpoint.mode", "auto", "--model.converters", "float8"],
+            '--activation_checkpoint.mode = "auto": memory is not known in advance with model.converters float8; leave '
+            "that out, or set activation_checkpoint.mode yourself",
+        ),
+        (
+            ["--training.batch_size", "auto", "--experimental.pipeline_parallel_degree", "2"],
+            '--training.batch_size = "auto": the memory of a pipeline (experimental.pipeline_parallel_degree = 2) '
+            "grows with its micro-batches, which do not grow with batch_size; give a number",
+        ),
+        (
+            ["--activation_checkpoint.mode", "auto", "--activation_checkpoint.selective_ac_option", "3"],
+            '--activation_checkpoint.selective_ac_option = "3": activation_checkpoint.mode auto takes op where it is '
+            "selective; leave it out",
         ),
         (
             ["--training.seq_len", "70000", "--training.batch_size", "70000"],
@@ -116,6 +149,72 @@ def test_edges_that_are_allowed(words):
         (
             ["--job.sample_prompt", "def", "--no-checkpoint.export_hf"],
             '--job.sample_prompt = "def": samples from the exported model: needs checkpoint.export_hf',
+        ),
+        (
+            ["--optimizer.early_step_in_backward"],
+            "--optimizer.early_step_in_backward = true: every step reports the norm of all gradients, clips by it and "
+            "can be skipped by it, so that no parameter can be updated before all gradients are there; leave it out",
+        ),
+        (
+            ["--experimental.enable_async_tensor_parallel"],
+            "--experimental.enable_async_tensor_parallel = true: torch overlaps collectives that are part of a "
+            "compiled graph, and those of tensor parallelism run between graphs here; leave it out",
+        ),
+        (
+            ["--experimental.enable_compiled_autograd"],
+            "--experimental.enable_compiled_autograd = true: FSDP gathers and reduces in hooks of the backward pass, "
+            "which torch cannot trace; leave it out: training.compile compiles the backward of each block too",
+        ),
+        (
+            ["--fault_tolerance.enable"],
+            "--fault_tolerance.enable = true: torchft's replica groups join and leave while a run goes on, and then "
+            "its losses would not be those of one device; leave it out: after a loss the same command goes on from the "
+            "last checkpoint",
+        ),
+        (
+            ["--float8.enable_float8_linear", "--float8.force_recompute_fp8_weight_in_bwd"],
+            "--float8.force_recompute_fp8_weight_in_bwd = true: torchao always casts the weights again in the backward "
+            "pass now; leave it out",
+        ),
+        (
+            [*NORM, "--training.compile"],
+            '--activation_checkpoint.selective_ac_option = "norm": does not go with training.compile, which compiles '
+            "norms into what is around them",
+        ),
+        (
+            [*NORM, "--training.tensor_parallel_degree=2"],
+            '--activation_checkpoint.selective_ac_option = "norm": does not go with training.tensor_parallel_degree '
+            "above 1; op, a number or full do",
+        ),
+        (
+            [*NORM, "--activation_offload.mode=full"],
+            '--activation_checkpoint.selective_ac_option = "norm": does not go with activation_offload.mode full; full '
+            "does",
+        ),
+        (
+            ["--float8.recipe_name", "rowwise"],
+            '--float8.recipe_name = "rowwise": needs model.converters float8',
+        ),
+        (
+            ["--float8.enable_fsdp_float8_all_gather"],
+            "--float8.enable_fsdp_float8_all_gather = true: needs model.converters float8",
+        ),
+        (
+            ["--model.converters", "float8", "--float8.recipe_name=rowwise", "--float8.enable_fsdp_float8_all_gather"],
+            "--float8.enable_fsdp_float8_all_gather = true: goes with recipe_name tensorwise only",
+        ),
+        (
+            ["--model.converters", "float8", "--float8.precompute_float8_dynamic_scale_for_fsdp"],
+            "--float8.precompute_float8_dynamic_scale_for_fsdp = true: needs float8.enable_fsdp_float8_all_gather",
+        ),
+        (
+            ["--model.converters", "float8", "--training.mixed_precision_param", "float32"],
+            '--training.mixed_precision_param = "float32": float8 products come out in bfloat16; use that',
+        ),
+        (
+            ["--model.converters", "float8", "--training.seq_len", "1000"],
+            "--training.seq_len = 1000: must be a multiple of 16 with model.converters float8: 16 for each piece of a "
+            "sequence",
         ),
         (
             ["--float8.scaling_type_input", "delayed"],
@@ -174,7 +273,9 @@ def test_missing_files_name_what_is_nearby(tmp_path):
 
 def test_run_folder_may_not_be_a_file(tmp_path):
     (tmp_path / "run").touch()
-    assert faults("--job.dump_folder", str(tmp_path / "run"))[0].endswith("is a file; the run needs a folder")
+    for name in ("--job.dump_folder", "--job.cache_dir"):
+        assert faults(name, str(tmp_path / "run"))[0].endswith("is a file; the run needs a folder")
+        assert faults(name, "~no_such_user/run") == []
 
 
 def other_value(option):
@@ -203,17 +304,19 @@ def test_what_this_version_lacks_is_refused(name):
 @pytest.mark.parametrize(
     "flag",
     [
-        "--training.compile",
-        "--training.enable_cpu_offload",
-        "--experimental.enable_compiled_autograd",
-        "--float8.enable_float8_linear",
-        "--checkpoint.async_mode=async",
-        "--memory_estimation.enabled",
-        "--fault_tolerance.enable",
-        "--optimizer.early_step_in_backward",
+        "--fault_tolerance.group_size=2",
     ],
 )
 def test_later_features_by_their_flag(flag):
     (fault,) = faults(flag)
     assert fault.startswith(flag.partition("=")[0])
     assert "not available in this version" in fault
+
+
+def test_a_plan_says_for_how_many_processes():
+    assert not faults("--job.dry_run", "--job.world_size", "512")
+    assert not faults("--memory_estimation.enabled", "--job.world_size", "512")
+    (fault,) = faults("--job.world_size", "512")
+    assert "--job.world_size = 512: goes with job.dry_run" in fault
+    (fault,) = faults("--memory_estimation.enabled", "--memory_estimation.disable_fake_mode")
+    assert "tensors without memory" in fault

@@ -1,8 +1,11 @@
+import errno
 import json
 import math
+import os
 
 import pytest
 
+from flame.errors import UserError
 from flame.metrics.jsonl import JsonlWriter, read_rows
 
 
@@ -101,3 +104,40 @@ def test_text_with_a_line_separator_stays_one_row(tmp_path):
     writer.close()
     assert JsonlWriter(path, last_step=1).num_removed == 0
     assert len(list(read_rows(path))) == 1
+
+
+class FullDisk:
+    """Stands for ``os.write``: takes ``room`` bytes in all, then says that the disk is full."""
+
+    def __init__(self):
+        self.room, self.write = 10**9, os.write
+
+    def __call__(self, descriptor, data):
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.room -= (done := self.write(descriptor, data[: self.room]))
+        return done
+
+
+def test_rows_wait_for_room_on_a_full_disk(tmp_path, monkeypatch, caplog):
+    disk = FullDisk()
+    monkeypatch.setattr(os, "write", disk)
+    writer = JsonlWriter(tmp_path / "metrics.jsonl")
+    writer.write({"step": 1})
+    disk.room = 5  # a torn row
+    for step in (2, 3):
+        writer.write({"step": step})
+    assert [record.message.count("kept in memory") for record in caplog.records] == [1]
+    assert steps_of(writer.path) == [1]
+    with pytest.raises(UserError, match="No space left"):
+        writer.sync()
+    disk.room = 10**9
+    writer.write({"step": 4})
+    assert steps_of(writer.path) == [1, 2, 3, 4]
+
+
+def test_other_faults_are_raised(tmp_path, monkeypatch):
+    writer = JsonlWriter(tmp_path / "metrics.jsonl")
+    os.close(writer._descriptor)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        writer.write({"step": 1})

@@ -113,21 +113,6 @@ def test_nan_that_was_not_skipped_is_not_hidden():
     assert math.isnan(meter.collect()["loss"])
 
 
-def test_consecutive_skips_span_intervals():
-    meter, _ = make_meter()
-    for skipped in (False, True, True):
-        add(meter, 1.0, skipped=skipped)
-    meter.collect()
-    assert meter.consecutive_skips == 2
-    for skipped in (True, False, True):
-        add(meter, 1.0, skipped=skipped)
-    meter.collect()
-    assert meter.consecutive_skips == 3
-    add(meter, 1.0)
-    meter.collect()
-    assert meter.consecutive_skips == 0
-
-
 def test_state_includes_steps_that_are_not_collected_yet():
     meter, _ = make_meter(tokens=10, skipped_steps=1)
     add(meter, 1.0, skipped=True, num_tokens=5)

@@ -1,3 +1,6 @@
+import errno
+import os
+
 import pytest
 
 from flame.metrics.tensorboard import TensorBoardWriter, trim_events
@@ -66,3 +69,18 @@ def test_new_run_in_a_used_folder_drops_the_old_events(tmp_path, last_step):
     write_steps(tmp_path, [1, 2, 3])
     write_steps(tmp_path, [1], last_step=last_step)
     assert steps_of(tmp_path) == [1]
+
+
+def test_a_full_disk_ends_tensorboard_and_not_the_run(tmp_path, monkeypatch, caplog):
+    writer = write_steps(tmp_path, [1], close=False)
+
+    def refuse():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(writer._writer, "flush", refuse)
+    for step in (2, 3):
+        writer.write(step, {"train/loss": 1.0})
+    writer.close()
+    assert [record.message for record in caplog.records] == [
+        "TensorBoard ends at step 2, for the rest of this start: No space left on device"
+    ]

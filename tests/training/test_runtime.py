@@ -8,7 +8,7 @@ import torch
 
 from flame.config import JobConfig
 from flame.training.restore import hyperparameters, log_changes
-from flame.training.runtime import GarbageCollector, has_fast_bfloat16, seconds_since_start, seed_step
+from flame.training.runtime import GarbageCollector, seconds_since_start, seed_step
 
 
 def draw(*arguments: int) -> torch.Tensor:
@@ -40,12 +40,6 @@ def test_garbage_is_collected_at_its_steps_only():
 def test_the_clock_counts_from_the_launcher(monkeypatch):
     monkeypatch.setenv("FLAME_START_TIME", "0")
     assert seconds_since_start() > 1e9
-
-
-def test_bfloat16_is_fast_on_a_cpu_only_with_matrix_instructions(monkeypatch):
-    for answer in (True, False):
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda answer=answer: {"amx_bf16": answer})
-        assert has_fast_bfloat16(torch.device("cpu")) is answer
 
 
 def test_changed_settings_are_named(caplog):
