@@ -50,12 +50,30 @@ def test_a_failed_run_is_not_requeued(slurm):
     assert "requeue" not in slurm.record.read_text()
 
 
-def test_a_preempted_run_saves_and_is_requeued(slurm):
-    process = slurm("trap 'echo saved >> \"$RECORD\"; exit 75' USR1; while :; do sleep 0.05; done")
+def preempt(slurm, code: int) -> list[str]:
+    """What a run records that ends with this code when it is asked to stop."""
+    process = slurm(f"trap 'echo stopped >> \"$RECORD\"; exit {code}' USR1; while :; do sleep 0.05; done")
     deadline = time.monotonic() + 30
     while not slurm.record.exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGUSR1)
-    assert process.wait(30) == 75
-    assert slurm.record.read_text().splitlines()[1:] == ["saved", "scontrol requeue 42"]
+    assert process.wait(30) == code
+    return slurm.record.read_text().splitlines()[1:]
+
+
+def test_a_preempted_run_saves_and_is_requeued(slurm):
+    assert preempt(slurm, 75) == ["stopped", "scontrol requeue 42"]
+
+
+def test_a_preempted_run_whose_slower_nodes_srun_kills_is_requeued(slurm):
+    assert preempt(slurm, 143) == ["stopped", "scontrol requeue 42"]
+
+
+def test_a_preempted_run_that_crashes_is_not_requeued(slurm):
+    assert preempt(slurm, 1) == ["stopped"]
+
+
+def test_a_killed_run_that_was_not_asked_to_stop_is_not_requeued(slurm):
+    assert slurm("exit 137").wait(30) == 137
+    assert "requeue" not in slurm.record.read_text()

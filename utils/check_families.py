@@ -34,7 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a check
 
 from flame.launch.exit_codes import USER_ERROR
 from flame.launch.layout import free_port
-from utils.family_table import ROOT, read, save
+from utils.family_table import read, save
+from utils.short_job import ROOT, card, commit, ending_with_us, job_options
 
 REFUSED = USER_ERROR
 NUM_LAST, MIN_DROP = 5, 1.0  # steps at the end whose mean loss counts, and how far below the first it must be
@@ -49,25 +50,14 @@ def default_configs() -> list[Path]:
 
 def job_arguments(config: Path, folder: Path, options: argparse.Namespace, seq_len: int, steps: int) -> list[str]:
     """The command line of one run: packed documents, a short warm-up, then a constant learning rate."""
-    job = {
-        "job.dump_folder": folder,
-        "model.config": config.resolve(),
-        "model.tokenizer_path": ROOT / "configs" / "tokenizer",
+    lengths = {"seq_len": seq_len, "context_len": min(options.context_len, seq_len)}
+    job = job_options(config, folder, **lengths, steps=steps) | {
         "optimizer.lr": options.lr,
         "lr_scheduler.warmup_steps": min(5, steps // 4),
-        "lr_scheduler.decay_ratio": 0,
-        "training.dataset": "builtin:stdlib",
-        "training.varlen": "true",
-        "training.seq_len": seq_len,
-        "training.context_len": min(options.context_len, seq_len),
-        "training.steps": steps,
         "training.num_workers": 1,
         "training.num_streams": 30,
-        "checkpoint.enable_checkpoint": "false",
-        "checkpoint.export_hf": "false",
-        "metrics.log_freq": 1,
     }
-    return [f"--{name}={value}" for name, value in job.items()]
+    return [f"--{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in job.items()]
 
 
 def train(arguments: list[str], log: Path, limit: float) -> int | None:
@@ -83,6 +73,7 @@ def train(arguments: list[str], log: Path, limit: float) -> int | None:
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # data workers and compilers go with it
+            preexec_fn=ending_with_us(signal.SIGKILL),  # a step may take it minutes here
         )
         try:
             return process.wait(limit)
@@ -137,19 +128,6 @@ def warm_up(configs: list[Path], options: argparse.Namespace, logs: Path) -> Non
     seq_len = min(WARM_SEQ_LEN, options.seq_len)
     with ThreadPoolExecutor(options.warm_jobs) as pool:
         list(pool.map(lambda config: check(config, options, seq_len, WARM_STEPS, logs), configs))
-
-
-def card() -> str:
-    """The device's name."""
-    import torch
-
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-
-
-def commit() -> str:
-    """The checkout's commit, short; empty where there is no repository."""
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip()
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import itertools
-import json
 import multiprocessing
 import sys
 from collections.abc import Callable
@@ -21,15 +20,18 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from operator_cases import operators
 from operator_cases.case import CU_SEQLENS, HEAD_DIM, NUM_TOKENS
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from flame.models.attention import make_attention
 from flame.models.backend import setup_backend
 from flame.models.loss import attach_training_forward
+from flame.models.model_config import load_model_config
 from flame.paths import find_resource
 
 DEBUG_MODELS = sorted(path.stem for path in find_resource("configs/debug").glob("*.json"))
@@ -127,10 +129,9 @@ def compare_attention(device: torch.device) -> list[Row]:
 
 def compare_model(family: str, device: torch.device) -> list[Row]:
     """The loss of one training step and every parameter's gradient; layers of a kind share a row, the worst counts."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     setup_backend("reference", device.type, "sdpa")
-    config = AutoConfig.for_model(**json.loads(find_resource(f"configs/debug/{family}.json").read_text()))
+    path = f"configs/debug/{family}.json"
+    config = load_model_config(SimpleNamespace(config=path, norm_type="", trust_remote_code=False))
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -55,11 +55,14 @@ def progress_bar(label: str, total: int, quiet: bool) -> Iterator[Callable[[int]
         yield lambda num_rows: progress.advance(bar, num_rows)
 
 
-def run_command(command: Callable[[], str], flags: Mapping[str, str]) -> int:
+def run_command(
+    command: Callable[[], str], flags: Mapping[str, str], interrupted: str = "the same command goes on from here"
+) -> int:
     """Run a command and print what it returns.
 
     Args:
         flags: options of training that have another name here, besides ``FLAGS``.
+        interrupted: what Ctrl-C leaves.
 
     Returns:
         0; 2 with one message on stderr when the user must change something; 130 when it was interrupted.
@@ -71,7 +74,7 @@ def run_command(command: Callable[[], str], flags: Mapping[str, str]) -> int:
         print(translate_flags(str(error), {**FLAGS, **flags}), file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
+        print(f"interrupted; {interrupted}", file=sys.stderr)
         return INTERRUPTED
     return 0
 

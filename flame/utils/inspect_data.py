@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 
 from flame.cli.parse import parse_args
-from flame.config import JobConfig
+from flame.config import AUTO, JobConfig
 from flame.errors import EXIT_USER_ERROR, UserError
 from flame.utils.commands import translate_flags
 
@@ -49,6 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=int,
         help="begin behind this checkpoint of job.dump_folder, -1 for the newest (default: at the first step)",
     )
+    parser.add_argument("--first_step", type=int, help="pass over the steps before this one (default: the next one)")
     parser.add_argument("--max_chars", type=int, default=100, help="text shown of each piece (default: 100)")
     return parser
 
@@ -66,6 +67,9 @@ def inspect_job(config: JobConfig, arguments: argparse.Namespace) -> Iterator[st
     Raises:
         UserError: the data, the tokenizer or the checkpoint cannot be used; the message says what to change.
     """
+    if config.training.batch_size == AUTO:
+        raise UserError("training.batch_size = auto: a run decides it; give a number, or the config.toml of its folder")
+
     from flame.data.tokenize import load_tokenizer
     from flame.utils.local_ranks import LocalRanks
     from flame.utils.show_batches import LEGEND
@@ -79,11 +83,16 @@ def inspect_job(config: JobConfig, arguments: argparse.Namespace) -> Iterator[st
     if not arguments.hash:
         yield LEGEND
     try:
-        for step in range(done + 1, done + arguments.steps + 1):
+        first = done + 1 if arguments.first_step is None else arguments.first_step
+        if first <= done:
+            raise UserError(f"--first_step {first}: --load_step begins behind step {done}; give an earlier checkpoint")
+        for step in range(done + 1, first + arguments.steps):
             batches = ranks.next_step()
             if batches is None:
                 print(f"training.max_epochs is over after step {step - 1}", file=sys.stderr)
                 return
+            if step < first:
+                continue
             if arguments.hash:
                 yield hash_step(batches)
             else:

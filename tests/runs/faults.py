@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from flame.parallel import context_operators, pipeline
+from flame import train
+from flame.checkpoint import writer
+from flame.checkpoint.manifest import write_manifest
+from flame.dry_run.capacity import Capacity
+from flame.models.loss import packing_arguments
+from flame.parallel import context_attention, context_border, context_states, stages
 from flame.parallel.collectives import anchor
+from flame.train import add_gradients
+from flame.training import auto
+from flame.training.run import Run
+
+next_batches = Run.next_batches
+link_pieces = context_states.fla_context
 
 
-def one_document(_model, input_ids: torch.Tensor, _cu_seqlens: torch.Tensor) -> dict[str, torch.Tensor]:
+def one_document(model, input_ids: torch.Tensor, _cu_seqlens: torch.Tensor) -> dict[str, torch.Tensor]:
     """Document bounds of a row that is one document, whatever it holds."""
-    return {"cu_seqlens": torch.tensor([0, input_ids.shape[1]], dtype=torch.int32, device=input_ids.device)}
+    bounds = torch.tensor([0, input_ids.shape[1]], dtype=torch.int32, device=input_ids.device)
+    return packing_arguments(model, input_ids, bounds)
 
 
 def no_state(context, state: torch.Tensor, transition: torch.Tensor, _through) -> torch.Tensor:
@@ -30,11 +47,61 @@ def own_tokens(x: torch.Tensor, group) -> torch.Tensor:
     return torch.stack([x if rank == dist.get_rank(group) else torch.zeros_like(x) for rank in range(size)])
 
 
+def own_part(x: torch.Tensor, group) -> torch.Tensor:
+    """What ranks exchange, when each other rank sends nothing."""
+    rank = dist.get_rank(group)
+    return torch.stack([part if other == rank else torch.zeros_like(part) for other, part in enumerate(x)])
+
+
+def unlinked(context) -> Any:
+    """What FLA's operators are told, as if every document ended with the piece."""
+    linked = link_pieces(context)
+    alone = {"pre_num_ranks": 0, "post_num_ranks": 0, "is_first_rank": True, "is_last_rank": True}
+    return replace(linked, **alone)
+
+
+def full_at_step_4(folder, manifest) -> None:
+    """``write_manifest`` on a disk that is full when step 4 is saved, and has room again later."""
+    if manifest.step == 4:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    write_manifest(folder, manifest)
+
+
+def jump_at_step_12(run, batches, factor):
+    """``add_gradients`` with a loss at step 12 that is twice as high as it is."""
+    loss_sum = add_gradients(run, batches, factor)
+    return 2 * loss_sum if run.step == 12 else loss_sum
+
+
+def stuck_at_step_3(run):
+    """``Run.next_batches`` of rank 1 takes longer than the others wait, at step 3."""
+    if run.step == 2 and run.dist.rank == 1:
+        time.sleep(15)
+    return next_batches(run)
+
+
+def less_on_rank_1(limit_gib, device, num_local):
+    """``run_capacity`` where rank 1 has a tenth of what the job says, and the others have it."""
+    rank = int(os.environ["RANK"])
+    return Capacity(int(limit_gib * 2**30 / (10 if rank == 1 else 1)), f"on rank {rank}")
+
+
 FAULTS = {
-    "no_boundaries": [(pipeline, "packing_arguments", one_document)],
+    "less_on_rank_1": [(auto, "run_capacity", less_on_rank_1)],
+    "stuck_at_step_3": [(Run, "next_batches", stuck_at_step_3)],
+    "jump_at_step_12": [(train, "add_gradients", jump_at_step_12)],
+    "full_disk_at_step_4": [(writer, "write_manifest", full_at_step_4)],
+    "no_boundaries": [(stages, "packing_arguments", one_document)],
+    "no_state": [
+        (context_states, "entering_states", no_state),
+        (context_states, "fla_context", unlinked),
+    ],
     "no_exchange": [
-        (context_operators, "_entering_state", no_state),
-        (context_operators, "gather_stacked", own_tokens),
+        (context_states, "entering_states", no_state),
+        (context_states, "fla_context", unlinked),
+        (context_border, "gather_stacked", own_tokens),
+        (context_attention, "gather_stacked", own_tokens),
+        (context_attention, "exchange", own_part),
     ],
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -10,12 +9,13 @@ import sys
 import time
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file
 
 from flame.launch import exit_codes
-from tests.runs.harness import ROOT, Job, launch, user_environment
+from tests.runs.harness import ROOT, Job, launch, run_ranks, train_all, user_environment
 
 NUM_DEMO_STEPS = 400
 
@@ -110,21 +110,8 @@ def test_starting_from_a_hugging_face_folder_with_part_left_out(demo, tmp_path):
     }
     whole = Job(tmp_path / "whole", options)
     without_head = Job(tmp_path / "part", options | {"checkpoint.exclude_from_loading": "lm_head"})
-    assert [launch(*job.argv).returncode for job in (whole, without_head)] == [0, 0]
+    train_all([whole, without_head])
     assert whole.series("loss")[0] < 6 < without_head.series("loss")[0]
-
-
-def test_two_processes_equal_one_with_twice_the_accumulation(tmp_path):
-    """Through the launcher, with blanks in the folder and the description."""
-    options = {"training.steps": "10", "job.description": "two words = one run", "training.num_workers": "1"}
-    one = Job(tmp_path / "one run", options | {"training.gradient_accumulation_steps": "2"})
-    two = Job(tmp_path / "two runs", options)
-    for job, num_processes in ((one, "1"), (two, "2")):
-        done = launch(*job.argv, NGPU=num_processes)
-        assert done.returncode == 0, done.stderr[-2000:]
-    assert one.series("loss") == pytest.approx(two.series("loss"), abs=1e-5)
-    assert json.loads((two.folder / "env.json").read_text())["world_size"] == 2
-    assert list((two.folder / "logs").rglob("stdout.log"))
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
@@ -141,20 +128,18 @@ def test_sigterm_saves_and_the_run_goes_on(tmp_path, num_processes):
     assert longer.series("step") == list(range(1, last + 3))
 
 
-def test_no_checkpoint_of_that_step_exits_2_and_names_those_there_are(demo):
-    done = launch("--job.config_file", str(demo.folder / "config.toml"), "--checkpoint.load_step=999")
-    assert done.returncode == exit_codes.USER_ERROR
-    assert "200, 400" in done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_a_bad_job_leaves_the_run_folder_alone(demo):
+def test_a_bad_job_says_so_and_leaves_the_run_folder_alone(demo):
+    """A step without a checkpoint, which names those there are, and another model than that of the checkpoints."""
+    job_file = ["--job.config_file", str(demo.folder / "config.toml")]
+    jobs = [
+        SimpleNamespace(argv=[*job_file, "--checkpoint.load_step=999"], fault=""),
+        SimpleNamespace(argv=[*job_file, "--model.config=configs/debug/gla.json", "--training.steps=500"], fault=""),
+    ]
     before = (demo.folder / "model_config.json").read_text(), (demo.folder / "config.toml").read_text()
-    done = launch(
-        "--job.config_file", str(demo.folder / "config.toml"), "--model.config", "configs/debug/gla.json",
-        "--training.steps", "500",
-    )  # fmt: skip
-    assert done.returncode == exit_codes.USER_ERROR
+    codes, (output,) = run_ranks(jobs, 1)
+    assert codes == [[exit_codes.USER_ERROR] * 2]
+    assert "200, 400" in output and "model_type = 'gla'" in output
+    assert "Traceback" not in output
     assert before == ((demo.folder / "model_config.json").read_text(), (demo.folder / "config.toml").read_text())
 
 

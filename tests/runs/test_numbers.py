@@ -1,68 +1,12 @@
-"""Whole runs whose numbers must agree: ranks against accumulation, resume against no interruption.
-
-Each table is one group of processes; see ``harness``.
-"""
+"""Whole runs whose numbers must agree: resume against no interruption."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from tests.runs.harness import Job, run_jobs
-
-FAMILIES = ("transformer", "gla", "gated_deltanet", "delta_net", "rwkv7")  # rwkv7: layers also hand on values
-# A family of transformers itself: documents are kept apart by position ids, and proven so before training.
-LLAMA = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 4096, "max_position_embeddings": 256,
-}  # fmt: skip
-# name -> what the pair of runs sets; one runs on two ranks, the other on one with twice the accumulation.
-PAIRS = {
-    **{family: {"model.config": f"configs/debug/{family}.json"} for family in FAMILIES},
-    # AdamW's update does not change when all gradients are scaled; plain gradient descent's does.
-    "sgd": {"optimizer.name": "SGD", "optimizer.beta1": "0", "optimizer.lr": "0.1", "optimizer.weight_decay": "0"},
-    "unclipped_sgd": {
-        "optimizer.name": "SGD",
-        "optimizer.beta1": "0",
-        "optimizer.lr": "0.05",
-        "training.max_norm": "inf",
-    },
-    "plain": {"training.varlen": "false", "training.context_len": "64", "training.batch_size": "2"},
-    "batch_of_two_packed": {"training.batch_size": "2"},
-    "llama": {"model.config": "llama.json"},
-}
-ACCUMULATION = {"training.gradient_accumulation_steps": "2"}
-
-
-@pytest.fixture(scope="module")
-def pairs(tmp_path_factory) -> dict[str, tuple[Job, Job]]:
-    """Each pair of ``PAIRS`` run as (one rank, two ranks)."""
-    folder = tmp_path_factory.mktemp("pairs")
-    (folder / "llama.json").write_text(json.dumps(LLAMA))
-    PAIRS["llama"]["model.config"] = str(folder / "llama.json")
-    one = {name: Job(folder / f"one_{name}", options | ACCUMULATION) for name, options in PAIRS.items()}
-    two = {name: Job(folder / f"two_{name}", options) for name, options in PAIRS.items()}
-    assert run_jobs(list(one.values())) == [0] * len(one)
-    assert run_jobs(list(two.values()), world_size=2) == [0] * len(two)
-    return {name: (one[name], two[name]) for name in PAIRS}
-
-
-@pytest.mark.parametrize("name", PAIRS)
-def test_two_ranks_equal_one_with_twice_the_accumulation(pairs, name):
-    one, two = pairs[name]
-    assert one.series("step") == two.series("step") == list(range(1, 11))
-    assert one.series("loss") == pytest.approx(two.series("loss"), abs=1e-5)
-    assert one.series("grad_norm") == pytest.approx(two.series("grad_norm"), rel=1e-3)
-    assert one.series("tokens") == two.series("tokens")
-    losses = one.series("loss")
-    assert losses[0] > 8 and losses[-1] < losses[0], "the runs must learn, or agreeing means nothing"
-
-
-def test_the_log_says_how_many_blocks_fsdp_took(pairs):
-    log = (pairs["llama"][0].folder / "logs" / "train.log").read_text()
-    assert "FSDP: 2 blocks, each a unit of its own, sharded over 1" in log
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +27,11 @@ def test_resume_is_bit_exact(resumed):
     whole, parts = resumed["whole"], resumed["parts"]
     for key in ("loss", "max_loss", "grad_norm", "lr", "tokens", "data_hash"):
         assert parts.series(key)[:10] == whole.series(key), key
+
+
+def test_the_log_says_how_many_blocks_fsdp_took(resumed):
+    log = (resumed["whole"].folder / "logs" / "train.log").read_text()
+    assert "FSDP: 4 blocks, each a unit of its own, sharded over 1" in log
 
 
 def test_no_step_is_missing_or_doubled(resumed):

@@ -118,6 +118,7 @@ def test_padding_is_no_document(tmp_path, capsys):
         (["--training.sqe_len=3"], "training.seq_len"),
         (["--load_step=3", "--job.dump_folder=nowhere"], "no such step"),
         (["--load_step=-1", "--job.dump_folder=nowhere"], "there is no checkpoint"),
+        (["--training.batch_size=auto"], "training.batch_size = auto: a run decides it"),
     ],
 )
 def test_faults_are_readable(corpus, capsys, arguments, part):

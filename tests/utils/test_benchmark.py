@@ -1,0 +1,83 @@
+"""The figures that utils/benchmark.py draws from a run's metrics and from a profiler's trace."""
+
+import pytest
+
+from flame.cli.parse import parse_args
+from flame.paths import find_resource
+from utils import benchmark
+
+
+def row(step, seconds, tps):
+    return {
+        "step": step,
+        "step_time_s": seconds,
+        "tps": tps,
+        "mfu": tps / 1000,
+        "memory_gib": 1.0 + step,
+        "data_time_pct": 0.0,
+        "loss": 9.0 - step,
+    }
+
+
+def test_steps_at_the_beginning_do_not_count():
+    rows = [row(0, 60.0, 1.0)] + [row(step, 2.0, 100.0 + step) for step in range(1, 6)]
+    result = benchmark.summarise(rows, 1, flops_ratio=1.5)
+    assert (result["steps"], result["tokens_per_second"], result["step_time_s"]) == (6, 103.0, 2.0)
+    assert result["mfu_torchtitan"] == pytest.approx(1.5 * result["mfu"])
+    assert (result["first_loss"], result["memory_gib"]) == (9.0, 6.0)
+
+
+def test_one_slow_step_in_twenty_is_the_95th_percentile():
+    rows = [row(step, 9.0 if step == 7 else 1.0, 1.0) for step in range(20)]
+    result = benchmark.summarise(rows, 0, 1.0)
+    assert (result["step_time_s"], result["step_time_p95_s"]) == (1.0, 9.0)
+
+
+def test_kernels_of_one_name_are_added_up_and_the_longest_comes_first():
+    trace = [
+        {"cat": "kernel", "name": "short", "dur": 500.0},
+        {"cat": "kernel", "name": "long", "dur": 3000.0},
+        {"cat": "kernel", "name": "short", "dur": 250.0},
+        {"cat": "cpu_op", "name": "aten::mm", "dur": 9000.0},
+        {"name": "no category"},
+    ]
+    assert benchmark.kernels_of(trace) == [
+        {"name": "long", "calls": 1, "ms": 3.0},
+        {"name": "short", "calls": 2, "ms": 0.75},
+    ]
+
+
+def test_torchtitan_counts_all_pairs_of_attention():
+    """The true count has half of them, and the same linear layers."""
+    config = find_resource("configs/debug/transformer.json")
+    short, long = benchmark.torchtitan_ratio(config, 64), benchmark.torchtitan_ratio(config, 65_536)
+    assert 1 < short < long < 2
+
+
+def test_the_job_options_of_the_user_come_last(tmp_path):
+    options = benchmark.build_parser().parse_args(["--config", "configs/debug/gla.json"])
+    options.job = ["--training.num_workers", "0"]
+    arguments = benchmark.job_arguments(options, tmp_path / "run", {"training.dataset": "builtin:stdlib"}, 3)
+    assert arguments == ["--job.config_file", str(tmp_path / "run.toml"), "--training.num_workers", "0"]
+
+    config = parse_args(arguments)
+    assert (config.training.num_workers, config.training.steps, config.training.varlen) == (0, 3, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--skip", "-1"], "-1: must be a whole number, at least 0"),
+        (["--context_len", "0"], "0: must be a whole number, at least 1"),
+        (["--json", "no/such/folder/a.json"], "must be a file in a folder that exists"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_trained(options, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        benchmark.main(["--config", "configs/debug/gla.json", *options])
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_job_that_trains_nothing_is_said(tmp_path):
+    with pytest.raises(SystemExit, match=r"leave job\.dump_folder and job\.dry_run out"):
+        benchmark.read_rows(tmp_path)
