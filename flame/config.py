@@ -35,6 +35,9 @@ class Job:
     compile_ahead: bool = option(False)
     """On GPUs, compile the kernels of the first step in all cores of the machine while train.sh starts the run; not
     under a torchrun of your own, nor with training.batch_size or activation_checkpoint.mode auto."""
+    shipped_tuning: bool = option(True)
+    """Let Triton kernels use the tuning results that ship with flame (configs/tuned) where this machine has none of its
+    own, instead of trying all candidates in the first step."""
     description: str = option("")
     """Free text about the run, kept in its config.toml and shown at start."""
     print_args: bool = option(False)

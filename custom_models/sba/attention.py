@@ -1,6 +1,7 @@
 """Which code computes stick-breaking attention: the Triton kernel on a GPU, plain PyTorch elsewhere.
 
-The plain form, and the word on ``--model.backend reference``, are flame's; nothing else here depends on flame.
+The plain form, the word on ``--model.backend reference`` and the bounds that the host knows are flame's; nothing else
+here depends on flame.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flame.host_copy import host_copy
 from flame.models.backend import runs_reference
 from flame.models.reference.stickbreaking import stickbreaking_attention as reference_attention
 
@@ -29,8 +31,10 @@ class Documents:
 
     @classmethod
     def of(cls, cu_seqlens: Tensor) -> Documents:
-        """Made once a forward pass, for all layers: on a GPU the longest length is waited for."""
-        return cls(cu_seqlens, int(cu_seqlens.diff().max()))
+        """Made once a forward pass, for all layers: bounds that only the GPU knows are waited for."""
+        known = host_copy(cu_seqlens)
+        bounds = cu_seqlens if known is None else known.values
+        return cls(cu_seqlens, int(bounds.diff().max()))
 
 
 @torch.compiler.disable  # training.compile leaves kernels alone

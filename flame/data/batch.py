@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from flame.data.pack import IGNORE_INDEX, Sequence
+from flame.host_copy import send_and_remember
 
 
 @dataclass
@@ -42,7 +43,7 @@ class Batch:
         """The same batch on a device; from page-locked memory the host does not wait for the copy."""
         if self.copy is not None and self.copy.input_ids.device == device:
             return self._take_copy()
-        cu_seqlens = None if self.cu_seqlens is None else self.cu_seqlens.to(device, non_blocking=True)
+        cu_seqlens = None if self.cu_seqlens is None else send_and_remember(self.cu_seqlens, device)
         input_ids, labels = (each.to(device, non_blocking=True) for each in (self.input_ids, self.labels))
         return Batch(input_ids, labels, cu_seqlens, self.numbers, self.digests)
 

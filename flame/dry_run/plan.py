@@ -152,7 +152,8 @@ def _cut(config: JobConfig, built: BuiltModel, dist: Distributed, device_type: s
         return cut_model(config, built, dist, CPU)
     setup_backend("auto", CPU.type, "auto", document_len(config))
     cut = cut_model(config, built, dist, CPU)
-    setup_backend(config.model.backend, device_type, attention_for(config, dist, device_type), document_len(config))
+    attention = attention_for(config, dist, device_type)
+    setup_backend(config.model.backend, device_type, attention, document_len(config), config.job.shipped_tuning)
     return cut
 
 

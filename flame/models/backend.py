@@ -1,6 +1,6 @@
 """Which code runs FLA's operators, and the one list of everything that flame replaces inside FLA.
 
-Seven sets of replacements, written against flash-linear-attention 0.6:
+Nine sets of replacements, written against flash-linear-attention 0.6:
 
 - reference operators: FLA's are Triton kernels, which do not run on a CPU; `--model.backend reference` also asks for
   them on a GPU, to check a kernel against an independent answer.
@@ -11,7 +11,10 @@ Seven sets of replacements, written against flash-linear-attention 0.6:
   mamba_ssm package in loops or products that no long sequence fits (flame/models/state_space.py, on any backend).
 - generation: with transformers 5.24 FLA's models lose their cache (flame/models/generation.py).
 - the loss: FLA multiplies float32 matrices for the output projection's gradient (flame/models/linear_cross_entropy.py).
-- autotuning: Triton tries the candidates of a kernel one after the other (flame/models/tuning.py).
+- SwiGLU and the norms' backward: FLA's kernels do not use the memory's bandwidth (flame/models/swiglu_kernels.py).
+- chunks of packed documents: FLA counts them on the device and waits for it (flame/models/chunk_bounds.py).
+- autotuning: Triton tries the candidates of a kernel one after the other (flame/models/tuning.py), also where it has
+  been found out before which is the fastest (flame/models/tuned.py).
 
 A function is replaced by identity, wherever a loaded `fla` module has bound it: FLA's modules import each other's
 functions by name, so that replacing it at its home alone would change nothing. FLA's own backend registry covers only
@@ -34,12 +37,14 @@ from typing import Any
 import torch
 
 from flame.errors import UserError
+from flame.models import chunk_bounds
 from flame.models.attention import Attention, resolve_attention_backend
 from flame.models.chunk_backward import chunk_bwd_dqkwg
 from flame.models.generation import is_cache_renamed, prepare_inputs_for_generation
 from flame.models.linear_cross_entropy import make_fused_loss
 from flame.models.native_attention import register_native_attention
 from flame.models.state_space import make_mamba2_forward, make_mamba_forward
+from flame.models.tuned import use_shipped_results
 from flame.models.tuning import bench_compiled, keep_plain_results
 from flame.quiet import quiet_third_party
 
@@ -133,12 +138,20 @@ _ATTENTION_MODULES = (
     "fla.ops.nsa.parallel",
 )
 
+# Programs of a norm's backward on each multiprocessor. FLA starts one, which takes its rows one after the other and
+# waits for each: a quarter of the memory's bandwidth on an H200.
+NORM_PROGRAMS = 8
+
 _installed: list[tuple[Any, Any, Any, bool]] = []  # (namespace, name, original, is a dict)
 _attention: list[Attention] = []  # the one in place
 
 
 def setup_backend(
-    backend: str, device_type: str, attention_backend: str = "auto", context_len: int | None = None
+    backend: str,
+    device_type: str,
+    attention_backend: str = "auto",
+    context_len: int | None = None,
+    shipped_tuning: bool = True,
 ) -> str:
     """Import FLA, register its model classes with transformers' auto classes, and put the backend's code in place.
 
@@ -149,6 +162,7 @@ def setup_backend(
         device_type: "cuda" or "cpu".
         attention_backend: one of ATTENTION_BACKENDS (flame/models/attention.py).
         context_len: longest document in a packed row, in tokens; keeps attention from planning for the whole row.
+        shipped_tuning: whether kernels use the tuning results that ship with flame.
 
     Returns:
         The backend in use, "triton" or "reference".
@@ -163,8 +177,10 @@ def setup_backend(
     if resolved == "reference":
         _install_reference()
     else:
-        _install_tuning()
+        _install_tuning(shipped_tuning)
         wrap_operator("fla.modules.fused_linear_cross_entropy", "fused_linear_cross_entropy_loss", make_fused_loss)
+        wrap_operators((module, name, getattr(chunk_bounds, maker)) for module, name, maker in chunk_bounds.REPLACED)
+        _install_pointwise()
         if needs_chunk_backward():
             _install_chunk_backward()
     _attention[:] = [Attention(attention, context_len)]
@@ -277,6 +293,17 @@ def _install_reference() -> None:
         _replace(cls, method, _reference(source, method))
 
 
+def _install_pointwise() -> None:
+    from flame.models import swiglu_kernels  # Triton is there on Linux only
+
+    activations = "fla.modules.activations.ops"
+    wrap_operator(activations, "swiglu_fwd", swiglu_kernels.make_swiglu_forward)
+    wrap_operator(activations, "swiglu_fwdbwd", swiglu_kernels.make_swiglu_backward)
+    norms = importlib.import_module("fla.modules.norm.layernorm")
+    count = find_operator("fla.modules.norm.layernorm", "get_multiprocessor_count")
+    _replace(norms, "get_multiprocessor_count", lambda device=0: NORM_PROGRAMS * count(device))
+
+
 def needs_chunk_backward() -> bool:
     """Whether FLA would refuse the backward of its gated operators on this machine's GPU and Triton."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
@@ -299,10 +326,11 @@ def _install_chunk_backward() -> None:
     _replace_everywhere((original, chunk_bwd_dqkwg_or_kernel))
 
 
-def _install_tuning() -> None:
+def _install_tuning(shipped: bool) -> None:
     autotuner = importlib.import_module("triton.runtime.autotuner").Autotuner
     _replace(autotuner, "_bench", bench_compiled(autotuner._bench))
-    _replace(autotuner, "check_disk_cache", keep_plain_results(autotuner.check_disk_cache))
+    look_up = keep_plain_results(autotuner.check_disk_cache)
+    _replace(autotuner, "check_disk_cache", use_shipped_results(look_up) if shipped else look_up)
 
 
 def _install_attention(attention: Attention) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from flame.data.batch import Batch
 from flame.errors import UserError
+from flame.host_copy import send_and_remember
 from flame.parallel.degrees import Degrees
 
 SHORTEST_PIECE = 8  # tokens
@@ -80,7 +81,9 @@ class Row:
     def __init__(self, bounds: torch.Tensor, rank: int, size: int, device: torch.device):
         self.piece = cut_row(bounds, rank, size)
         self.host_bounds = bounds.int()
-        self.bounds, self.own_bounds = (_send(each, device) for each in (self.host_bounds, self.piece.cu_seqlens))
+        self.bounds, self.own_bounds = (
+            send_and_remember(each, device) for each in (self.host_bounds, self.piece.cu_seqlens)
+        )
         self.offsets = torch.zeros_like(self.own_bounds[1:])
         self.offsets[0] = self.piece.before
         self._longer_bounds: dict[int, torch.Tensor] = {}
@@ -140,11 +143,6 @@ class ContextParallel:
             each.view(1, -1).chunk(self.size, 1)[self.rank] for each in (batch.input_ids, batch.labels)
         )
         return Batch(input_ids, labels, None, batch.numbers, batch.digests)
-
-
-def _send(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """To the device, without waiting for what it computes: a copy from pageable memory would."""
-    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 
 
 def _row_bounds(batch: Batch) -> torch.Tensor:

@@ -47,6 +47,7 @@ def read_model(
         device_type,
         attention_for(config, dist, device_type),
         document_len(config),
+        config.job.shipped_tuning,
     )
     load_custom_models(config)
     model_config = load_model_config(config.model, tokenizer)

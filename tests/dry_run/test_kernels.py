@@ -55,7 +55,7 @@ def test_a_jobs_kernels_are_found_and_compiled(hopper, monkeypatch):
     assert {
         "chunk_fwd_kernel_h",
         "chunk_bwd_kernel_dh",
-        "swiglu_fwdbwd_kernel",
+        "swiglu_backward_kernel",
         "layer_norm_bwd_kernel",
     } - names == set()
     assert processes == [5]  # the host's memory has no room for more
@@ -91,5 +91,5 @@ def test_what_is_tuned_does_not_depend_on_how_many_documents_a_row_has(family, h
         return keys
 
     keys = tuned(512)
-    assert len(keys) >= 6
+    assert len(keys) >= 5
     assert tuned(7) == keys  # 74 documents instead of one

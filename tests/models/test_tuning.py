@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +11,7 @@ import torch
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 triton = pytest.importorskip("triton")
-tl = pytest.importorskip("triton.language")
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.autotuner import Autotuner  # noqa: E402
 
 from flame.models import tuning  # noqa: E402
@@ -28,43 +24,7 @@ from flame.models.tuning import (  # noqa: E402
     spills,
     tasks_of,
 )
-
-SIZES = (64, 128, 256)
-
-
-@triton.jit
-def add_kernel(x, y, n, OFFSET: tl.constexpr, B: tl.constexpr):
-    tl.static_assert(B != 256)
-    at = tl.program_id(0) * B + tl.arange(0, B)
-    tl.store(y + at, tl.load(x + at, at < n) + OFFSET, at < n)
-
-
-@pytest.fixture
-def hopper(tmp_path, monkeypatch):
-    """Compile for a Hopper GPU into an empty cache; the folder."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    target = GPUTarget("cuda", 90, 32)
-    driver = SimpleNamespace(
-        get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0
-    )
-    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
-    monkeypatch.setattr(Autotuner, "_bench", bench_compiled(Autotuner._bench))
-    add_kernel.device_caches.clear()  # of what other tests have compiled
-    return tmp_path
-
-
-def make_tuner(offset: int, **options):
-    configs = [triton.Config({"OFFSET": offset, "B": size}) for size in SIZES]
-    return triton.autotune(configs, key=["n"], cache_results=True, **options)(add_kernel)
-
-
-def tune(tuner) -> None:
-    x = torch.empty(512)
-    tuner.run(x, x, 512, grid=(8,), warmup=True)  # the kernel that is chosen is not launched either
-
-
-def compiled(folder: Path) -> int:
-    return len(list(folder.glob("*/add_kernel.cubin")))
+from tests.models.tuned_kernel import SIZES, add_kernel, bench_by_order, compiled, make_tuner, tune  # noqa: E402
 
 
 def test_all_candidates_are_compiled_before_the_first_is_timed(hopper):
@@ -99,7 +59,7 @@ def test_what_json_cannot_hold_is_tuned_each_time(hopper, monkeypatch):
         bench = bench_by_order(timed)
         tuner = triton.autotune(configs, key=["n", "OFFSET"], cache_results=True, do_bench=bench)(add_kernel)
         x = torch.empty(512)
-        tuner.run(x, x, 512, OFFSET=tl.constexpr(7), grid=(8,), warmup=True)
+        tuner.run(x, x, 512, OFFSET=triton.language.constexpr(7), grid=(8,), warmup=True)
         assert (len(timed), tuner.best_config.kwargs["B"]) == (3 * number, 64)
     assert not list(hopper.glob("*/*.autotune.json"))
     tune(make_tuner(offset=7, do_bench=bench_by_order(timed)))
@@ -124,14 +84,6 @@ def test_what_cannot_be_compiled_together_is_tuned_as_triton_does(hopper, monkey
     tuner = make_tuner(offset=9, do_bench=bench_by_order(timed))
     tune(tuner)
     assert (len(timed), tuner.best_config.kwargs["B"]) == (3, 64)
-
-
-def bench_by_order(timed: list):
-    def bench(launch, quantiles):
-        timed.append(launch)
-        return [float(len(timed))] * 3
-
-    return bench
 
 
 def test_what_is_compiled_ahead_is_not_compiled_again(hopper):
