@@ -24,7 +24,7 @@ from flame.errors import UserError
 from flame.launch import ahead, exit_codes, notes
 from flame.launch.caches import set_up_caches
 from flame.launch.layout import Layout, free_port, read_layout, threads_per_process
-from flame.launch.stop_signals import SignalWatcher, exit_when_asked
+from flame.launch.stop_signals import SIGNALS, SignalWatcher, exit_when_asked
 from flame.launch.versions import check_versions
 from flame.parallel.degrees import resolve_degrees
 
@@ -112,6 +112,8 @@ def run_with_torchrun(argv: list[str], config: JobConfig, layout: Layout, traine
                 _report_failure(rank, failure.local_rank, code, log_folder, layout)
             return code
         except SignalException as error:
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_IGN)  # one more request would cut the end short
             codes = [code for code, _ in notes.read_codes(Path(folder)).values()]
             stopped_code = max(codes, default=exit_codes.KILLED + error.sigval)
         else:

@@ -12,6 +12,7 @@ import torch
 
 from flame.data import workers
 from flame.data.streams import StreamReader
+from tests.processes import left_of
 
 from .corpus import make_loader, numbered_texts
 
@@ -102,9 +103,6 @@ def test_workers_do_not_outlive_a_killed_trainer(corpus):
         "time.sleep(1)\nos.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    left = [Path("/proc", pid) for pid in done.stdout.split()]
-    assert len(left) == 2, done.stderr
-    deadline = time.monotonic() + 5
-    while any(path.exists() for path in left) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not [path.name for path in left if path.exists()]
+    workers = [int(number) for number in done.stdout.split()]
+    assert len(workers) == 2, done.stderr
+    assert not left_of(*workers)

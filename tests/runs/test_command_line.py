@@ -15,6 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 from flame.launch import exit_codes
+from tests.processes import left_of
 from tests.runs.harness import ROOT, Job, launch, run_ranks, train_all, user_environment
 
 NUM_DEMO_STEPS = 400
@@ -169,10 +170,8 @@ def test_a_killed_data_worker_ends_all_ranks_and_says_so(tmp_path):
     text = (tmp_path / "console").read_text()
     assert f"a data worker died (process {workers[0]}: exit code -9;" in text and "--training.num_workers" in text
     assert "DataLoader worker" not in text  # torch's own report, which comes with a traceback
-    deadline = time.monotonic() + 10  # torch's workers look every five seconds whether their parent is there
-    while any(Path(f"/proc/{worker}").exists() for worker in workers):
-        assert time.monotonic() < deadline, "a worker is left behind"
-        time.sleep(0.05)
+    # torch's workers look every five seconds whether their parent is there.
+    assert not left_of(*workers, seconds=10), "a worker is left behind"
 
 
 def data_workers(root: int) -> list[int]:

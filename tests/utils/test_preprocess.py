@@ -16,6 +16,7 @@ from flame.utils import preprocess as command
 from flame.utils.inspect_data import main as inspect_data
 from flame.utils.preprocess import main
 from tests.data.corpus import word_tokenizer
+from tests.processes import left_of_group
 
 
 @pytest.fixture(autouse=True)
@@ -132,22 +133,11 @@ def test_a_killed_run_goes_on_and_leaves_no_process(tmp_path):
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     done = {path: path.stat().st_mtime_ns for path in parts.glob("part-*.arrow")}
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline and _group_lives(process.pid):
-        time.sleep(0.1)
-    assert not _group_lives(process.pid), "workers outlived their parent"
+    assert not left_of_group(process.pid, seconds=20), "workers outlived their parent"
     assert done.keys() <= set(parts.glob("part-*.arrow"))
     assert subprocess.run(arguments, check=True).returncode == 0
     saved = datasets.load_from_disk(tmp_path / "data")
     assert len(saved) == 400 and len(list((tmp_path / "data").glob("*.arrow"))) > 0
-
-
-def _group_lives(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])

@@ -6,10 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
+from tests.processes import left_of
 from utils.short_job import ROOT
 
 SCRIPT = """
@@ -28,11 +28,6 @@ def test_a_job_ends_with_the_script(number):
     job = int(script.stdout.readline())
     script.send_signal(number)
     script.communicate()
-    for _ in range(100):
-        try:
-            os.kill(job, 0)
-        except ProcessLookupError:
-            return
-        time.sleep(0.1)
-    os.kill(job, signal.SIGKILL)
-    pytest.fail("the job goes on")
+    if left_of(job, seconds=10):
+        os.kill(job, signal.SIGKILL)
+        pytest.fail("the job goes on")
