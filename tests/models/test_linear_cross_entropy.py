@@ -144,8 +144,8 @@ def test_on_a_gpu_it_agrees_with_the_reference_without_waiting_for_the_device(op
     expected = fused_linear_cross_entropy_loss(twins[0], target, *twins[1:], reduction="sum", **options)
     expected.backward()
     assert loss.dtype == torch.float32
-    # Logits in bfloat16, with a deviation of 8 here, are off by up to 2^-9 of their size, and with them the exponents of
-    # the softmax: in float64 with nothing else rounded, that is 1.5 % of the gradients. In the loss it averages out.
+    # Logits in bfloat16, with a deviation of 8 here, are off by up to 2^-9 of their size, and with them the exponents
+    # of the softmax: in float64 with nothing else rounded, that is 1.5 % of the gradients. In the loss it averages out.
     of_loss, of_gradients = (1e-2, 1.8e-2) if dtype == torch.bfloat16 else (1e-4, 1e-4)
     torch.testing.assert_close(loss.double(), expected, rtol=of_loss, atol=0)
     for name, x, twin in zip(NAMES, inputs, twins, strict=True):
