@@ -107,6 +107,7 @@ def train_loop(run: Run) -> bool:
         if run.step < training.steps and run.stop_request.agreed(run.dist.max):
             stop_training(run)
             return False
+        run.write_row()  # of the step before, which the device has done or is about to
         if run.is_log_step:
             run.log_step()
         run.check_bad_steps()

@@ -18,7 +18,7 @@ TAGS = {
     "tps": "speed/tps",  # tokens per second and device
     "tflops": "speed/tflops",  # training FLOPs per second and device, 1e12
     "mfu": "speed/mfu",  # tflops / dense peak of the device, 0 to 1; null when the peak is unknown
-    "step_time_s": "speed/step_time_s",  # mean wall time of a step, seconds
+    "step_time_s": "speed/step_time_s",  # mean wall time of a step, seconds; on a GPU by its own clock
     "data_time_pct": "speed/data_time_pct",  # share of the wall time spent waiting for data, 0 to 100
     "memory_gib": "system/memory_gib",  # peak of this device's allocated memory (CPU: of the process), GiB
     "skipped_rows": "data/skipped_rows",  # rows left out by training.on_bad_row = "skip"

@@ -80,7 +80,7 @@ class Distributed:
         return value
 
     def sum_over_data(self, value: torch.Tensor) -> torch.Tensor:
-        """Sum what belongs to a share of the sequences over all shares, in place."""
+        """Sum what belongs to a share of the sequences over all shares, in place; on the CPU it waits for no GPU."""
         dist.all_reduce(value, op=dist.ReduceOp.SUM, group=self.data_group)
         return value
 

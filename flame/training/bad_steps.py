@@ -15,6 +15,7 @@ import torch
 
 from flame.config import Training
 from flame.errors import UserError
+from flame.metrics.sending import Sent, send
 
 logger = logging.getLogger(__name__)
 
@@ -29,14 +30,12 @@ class Verdict:
     Attributes:
         step: the training step.
         data: where its data lie, in words, for the message.
-        numbers: [4] on the host: not finite (0 or 1), jump (0 or 1), loss, its distance from the mean in deviations.
-        ready: the event behind the copy; None where there is nothing to wait for.
+        sent: [4]: not finite (0 or 1), jump (0 or 1), loss, its distance from the mean in deviations.
     """
 
     step: int
     data: str
-    numbers: torch.Tensor
-    ready: torch.cuda.Event | None
+    sent: Sent
 
 
 class LossWindow:
@@ -105,34 +104,28 @@ class BadSteps:
         is_bad = ~grad_norm.isfinite() if self.training.skip_nan_inf else torch.zeros_like(grad_norm, dtype=torch.bool)
         is_jump, score = self.window.judge(loss) if self.window else (torch.zeros_like(is_bad), torch.zeros_like(loss))
         numbers = torch.stack([each.detach().double() for each in (is_bad, is_jump, loss, score)])
-        self._verdicts.append(Verdict(step, data, *self._send(numbers)))
+        self._verdicts.append(Verdict(step, data, send(numbers)))
         return (is_bad | is_jump).float()
 
-    def check(self, all_of_them: bool = False) -> None:
-        """Log the steps that were left out, those of the last two excepted on a GPU, unless ``all_of_them``.
+    def check(self, up_to: int = 0) -> None:
+        """Log the steps that were left out, on a GPU those of the last two excepted.
+
+        Args:
+            up_to: a step that the device is known to be done with: so far there are no exceptions.
 
         Raises:
             UserError: ``training.max_consecutive_skips`` of them came in a row; the same on every rank.
         """
-        behind = 0 if all_of_them or self.device.type == "cpu" else DELAY
-        while len(self._verdicts) > behind:
+        behind = 0 if self.device.type == "cpu" else DELAY
+        while len(self._verdicts) > behind or (self._verdicts and self._verdicts[0].step <= up_to):
             self._read(self._verdicts.popleft())
 
     def state_dict(self) -> dict[str, list[float]]:
         """What a checkpoint keeps: arguments of the next process's ``BadSteps``."""
         return {"losses": self.window.state()} if self.window else {}
 
-    def _send(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        if self.device.type == "cpu":
-            return numbers, None
-        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-        host.copy_(numbers, non_blocking=True)
-        return host, torch.cuda.current_stream(self.device).record_event()
-
     def _read(self, verdict: Verdict) -> None:
-        if verdict.ready is not None:
-            verdict.ready.synchronize()
-        is_bad, is_jump, loss, score = verdict.numbers.tolist()
+        is_bad, is_jump, loss, score = verdict.sent.wait().tolist()
         if not is_bad and not is_jump:
             self._streak = 0
             return

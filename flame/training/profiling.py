@@ -38,7 +38,8 @@ class Profiler:
     Every ``profile_freq`` steps a trace of that step is written to
     ``{dump_folder}/{save_traces_folder}/iteration_N/rankR_trace.json.gz`` (open it in https://ui.perfetto.dev), and the
     memory history up to it to ``{dump_folder}/{save_memory_snapshot_folder}/iteration_N/rankR_memory_snapshot.pickle``
-    (open it in https://pytorch.org/memory_viz); the latter also when memory runs out, to ``iteration_N_oom``.
+    (open it in https://pytorch.org/memory_viz); the latter also when memory runs out, to ``iteration_N_oom``. A traced
+    step begins on a device that has nothing left to do, unlike the steps of a run, whose host is ahead.
 
     Args:
         profiling: the section of the job config.
@@ -78,7 +79,7 @@ class TraceProfiler:
     """Trace one step in ``every`` with ``torch.profiler``; arguments as in ``Profiler``."""
 
     def __init__(self, folder: Path, every: int, device: torch.device, rank: int = 0, last_step: int = 0):
-        self.folder, self.rank, self.last_step = folder, rank, last_step
+        self.folder, self.device, self.rank, self.last_step = folder, device, rank, last_step
         warmup = min(MAX_WARMUP_STEPS, every - 1)
         self._schedule = schedule(wait=every - 1 - warmup, warmup=warmup, active=1)
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
@@ -94,6 +95,9 @@ class TraceProfiler:
         self._profile.__exit__(*exc)
 
     def step(self) -> None:
+        begins = self._action(self._profile.step_num + 1) is ProfilerAction.RECORD_AND_SAVE
+        if begins and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # or the end of the step before would be in the trace
         self._profile.step()
 
     def _action(self, num_steps: int) -> ProfilerAction:

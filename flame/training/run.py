@@ -21,7 +21,7 @@ from flame.data.prefetch import DevicePrefetcher
 from flame.data.state import merge_state_dicts
 from flame.errors import UserError, WorkerDied
 from flame.metrics.logger import MetricLogger
-from flame.metrics.meter import StepMeter
+from flame.metrics.meter import Interval, StepMeter
 from flame.models.flops import FlopCounter
 from flame.parallel.clip import clip_gradients
 from flame.parallel.context import ContextParallel
@@ -37,6 +37,23 @@ from flame.training.runtime import GarbageCollector, seconds_since_start
 from flame.training.saving import Saves
 
 logger = logging.getLogger(__name__)
+
+LAST_ROW_SECONDS = 10.0  # that a run which fails waits for the device to come to the last logged step
+
+
+@dataclass(frozen=True)
+class UnwrittenRow:
+    """A logged step whose numbers the device may not have come to yet.
+
+    Attributes:
+        step: the training step.
+        interval: the steps that the row sums up.
+        extra: what the host adds to their numbers, by the keys of the row.
+    """
+
+    step: int
+    interval: Interval
+    extra: dict[str, Any]
 
 
 @dataclass
@@ -76,6 +93,7 @@ class Run:
     parameters: list[nn.Parameter] = field(init=False)
     _first_step: int = field(init=False)
     _data_hash: str | None = field(init=False, default=None)
+    _unwritten: UnwrittenRow | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -100,6 +118,11 @@ class Run:
         """Whether the current step is logged; the first and the last always are."""
         last = self.config.training.steps
         return self.step % self.config.metrics.log_freq == 0 or self.is_first_step or self.step == last
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the host goes on to the next step while the device computes."""
+        return self.dist.device.type == "cuda"
 
     def start_clock(self) -> None:
         """Have the stacks of all ranks written down if the step that begins takes longer than collectives may."""
@@ -151,33 +174,66 @@ class Run:
         logger.info("first step done %.1f s after the process began", seconds_since_start())
 
     def log_step(self) -> None:
-        """Fetch the interval's numbers from the device and write them down.
+        """End the log interval. Its row is written now where the device is done with it, or else by ``write_row``.
 
         Raises:
             UserError: too many steps in a row were left out.
         """
-        row: dict[str, Any] = {"step": self.step} | self.meter.collect() | {"lr": self.lr, "epochs": self.data.epochs()}
-        row["skipped_rows"] = int(self.dist.sum_over_data(torch.tensor(self.data.num_skipped_rows)))
+        self.write_row()
+        num_skipped_rows = self.dist.sum_over_data(torch.tensor(self.data.num_skipped_rows))
+        extra = {"lr": self.lr, "epochs": self.data.epochs(), "skipped_rows": int(num_skipped_rows)}
         if self._data_hash is not None:
-            row["data_hash"] = self._data_hash
+            extra["data_hash"] = self._data_hash
+        self._unwritten = UnwrittenRow(self.step, self.meter.collect(), extra)
+        if self.is_first_step or not self.is_ahead:
+            self.write_row()
+
+    def write_row(self) -> None:
+        """Write the row of the last logged step, if there is one to be written; the device is waited for up to there.
+
+        Called a step later, this costs no time: the device has that step's work to go on with. All ranks call it at the
+        same steps.
+
+        Raises:
+            UserError: too many steps in a row were left out.
+        """
+        if self._unwritten is not None:
+            step = self._unwritten.step
+            self._write()
+            self.check_bad_steps(up_to=step)
+
+    def _write(self) -> None:
+        """Write the row that is to be written."""
+        unwritten, self._unwritten = self._unwritten, None
+        row = {"step": unwritten.step} | self.meter.row(unwritten.interval) | unwritten.extra
         self.metrics.log(row)
         if not math.isfinite(row["loss"]):
             logger.warning(
                 "the loss is not finite: a lower optimizer.lr, more warm-up or training.skip_nan_inf may help"
             )
-        self.check_bad_steps(all_of_them=True)  # the device was waited for
 
-    def check_bad_steps(self, all_of_them: bool = False) -> None:
+    def _write_at_failure(self, error: BaseException | None) -> None:
+        """Write the row that an error came before, if the device still comes to its numbers."""
+        if self._unwritten is None:
+            return
+        seconds = math.inf if isinstance(error, UserError) else LAST_ROW_SECONDS  # the device is well, or may hang
+        if self._unwritten.interval.sent.arrives_within(seconds):
+            self._write()
+        else:
+            logger.warning("step %d is not in the metrics: the device did not come to its end", self._unwritten.step)
+
+    def check_bad_steps(self, up_to: int = 0) -> None:
         """As ``BadSteps.check``, with what the user can do.
 
         Raises:
             UserError: too many steps in a row were left out.
         """
         try:
-            self.bad_steps.check(all_of_them)
+            self.bad_steps.check(up_to)
         except UserError as error:
             if self.meter.num_steps:
                 self.log_step()
+            self.write_row()
             last = self.saves.describe_last() if self.saves else "none"
             raise UserError(
                 f"{error}; the last checkpoint is {last}; resume from an earlier step with another seed, a lower "
@@ -206,14 +262,21 @@ class Run:
 
         Raises:
             SaveError: it could not be written.
+            UserError: too many steps in a row were left out.
         """
+        self.write_row()  # while the clock runs: the device may hang
         self.stacks.disarm()
         if self.saves is not None:
             with self.meter.paused():
                 self.saves.save(self.step, self._tensors(), self._train_state(), last)
 
     def try_save(self) -> None:
-        """Save a checkpoint between steps; one that fails is reported and does not stop the run."""
+        """Save a checkpoint between steps; one that fails is reported and does not stop the run.
+
+        Raises:
+            UserError: too many steps in a row were left out, or see ``Saves.try_save``.
+        """
+        self.write_row()
         self.stacks.disarm()
         with nullcontext() if self.saves.is_async else self.meter.paused():
             self.saves.try_save(self.step, self._tensors(), self._train_state())
@@ -254,13 +317,14 @@ class Run:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Stop workers and writers.
+        """Write what is left to be written; stop workers and writers.
 
         Raises:
             WorkerDied: a data worker was killed, which torch reports by a RuntimeError in whatever runs at that moment.
         """
         error = exception[1]
         death = self.data.dead_workers() if isinstance(error, RuntimeError) else ""
+        self._write_at_failure(error)
         self.stacks.close()
         self.profiler.__exit__(*exception)
         if self.saves is not None:

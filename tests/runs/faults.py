@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from flame import train
 from flame.checkpoint import writer
 from flame.checkpoint.manifest import write_manifest
 from flame.dry_run.capacity import Capacity
+from flame.errors import UserError
 from flame.models.loss import packing_arguments
 from flame.parallel import context_attention, context_border, context_states, stages
 from flame.parallel.collectives import anchor
@@ -67,6 +69,20 @@ def full_at_step_4(folder, manifest) -> None:
     write_manifest(folder, manifest)
 
 
+def only_behind_its_rows(folder, manifest) -> None:
+    """``write_manifest`` that wants the row of the checkpoint's step in the metrics."""
+    rows = (folder.parents[1] / "metrics.jsonl").read_text().splitlines()
+    assert manifest.step in [json.loads(row)["step"] for row in rows]
+    write_manifest(folder, manifest)
+
+
+def unreadable_at_step_6(run):
+    """``Run.next_batches`` with data that end the run at step 6."""
+    if run.step == 5:
+        raise UserError("a row that cannot be read")
+    return next_batches(run)
+
+
 def jump_at_step_12(run, batches, factor):
     """``add_gradients`` with a loss at step 12 that is twice as high as it is."""
     loss_sum = add_gradients(run, batches, factor)
@@ -86,7 +102,12 @@ def less_on_rank_1(limit_gib, device, num_local):
     return Capacity(int(limit_gib * 2**30 / (10 if rank == 1 else 1)), f"on rank {rank}")
 
 
+# As on a GPU: the rows of logged steps are written later.
+AHEAD = (Run, "is_ahead", True)
+
 FAULTS = {
+    "ahead": [AHEAD, (writer, "write_manifest", only_behind_its_rows)],
+    "ahead_and_unreadable_at_step_6": [AHEAD, (Run, "next_batches", unreadable_at_step_6)],
     "less_on_rank_1": [(auto, "run_capacity", less_on_rank_1)],
     "stuck_at_step_3": [(Run, "next_batches", stuck_at_step_3)],
     "jump_at_step_12": [(train, "add_gradients", jump_at_step_12)],

@@ -89,12 +89,14 @@ def test_the_host_does_not_wait_for_the_device():
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for step in range(2):
+        for step in (1, 2):
             torch.cuda._sleep(100_000_000)
             bad_steps.judge(step, loss, loss * math.nan, "")
             bad_steps.check()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert bad_steps._streak == 0
-    bad_steps.check(all_of_them=True)
+    bad_steps.check(up_to=1)
+    assert bad_steps._streak == 1
+    bad_steps.check(up_to=2)
     assert bad_steps._streak == 2
