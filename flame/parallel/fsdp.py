@@ -11,6 +11,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from flame.parallel.precision import DTYPES
 
 
+# Parameters of a unit on one device: of the copies that casting and reducing it makes, 0.4 GiB.
+LARGEST_UNIT = 64_000_000
+
+
 def shard_model(
     model: nn.Module,
     blocks: Iterable[tuple[str, nn.Module]],
@@ -22,6 +26,8 @@ def shard_model(
     offload: bool = False,
 ) -> None:
     """Shard a model's parameters over a mesh, one FSDP unit per block and one for the rest.
+
+    On one device, where there is nothing to gather, small blocks share a unit: each costs the host time.
 
     Master weights stay as they are (float32); each unit is gathered in ``param_dtype`` just before it computes, and
     gradients are averaged in ``reduce_dtype``.
@@ -41,10 +47,24 @@ def shard_model(
     # cost a second cast in the backward.
     reshard = mesh.size(-1) > 1 if reshard_after_forward == "default" else reshard_after_forward == "always"
     policy = CPUOffloadPolicy() if offload else OffloadPolicy()
-    for _, block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard, offload_policy=policy)
+    for unit in units_of([block for _, block in blocks], LARGEST_UNIT if mesh.size() == 1 and not reshard else 0):
+        fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard, offload_policy=policy)
     # The root holds embedding, final norm and head, which the backward needs first: keep them gathered.
     fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False, offload_policy=policy)
+
+
+def units_of(blocks: list[nn.Module], largest: int) -> list[list[nn.Module]]:
+    """Neighbouring blocks, together as long as they have at most ``largest`` parameters."""
+    units: list[list[nn.Module]] = []
+    room = 0
+    for block in blocks:
+        size = sum(parameter.numel() for parameter in block.parameters())
+        if size > room:
+            units.append([])
+            room = largest
+        units[-1].append(block)
+        room -= size
+    return units
 
 
 def num_sharded(blocks: Iterable[nn.Module]) -> int:

@@ -12,9 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from flame.config import Comm, Optimizer
 from flame.errors import UserError
+from flame.parallel import fsdp
 from flame.parallel.clip import clip_gradients
 from flame.parallel.distributed import Distributed, init_distributed
-from flame.parallel.fsdp import reshard, shard_model
+from flame.parallel.fsdp import reshard, shard_model, units_of
 from flame.training.optimizer import build_optimizer
 
 
@@ -50,6 +51,28 @@ def test_a_lone_forward_leaves_gathered_parameters_until_reshard(alone):
     reshard(model)
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     build_optimizer(model, Optimizer(), ())
+
+
+def test_small_blocks_share_a_unit_and_large_ones_do_not():
+    blocks = [nn.Linear(1, size, bias=False) for size in (3, 4, 3, 20, 1, 9)]
+    sizes = [[len(block.weight) for block in unit] for unit in units_of(blocks, 10)]
+    assert sizes == [[3, 4, 3], [20], [1, 9]]
+    assert units_of(blocks, 0) == [[block] for block in blocks]
+
+
+def test_sharing_units_changes_no_bit_of_the_gradients(alone, monkeypatch):
+    def gradients(largest: int) -> list[torch.Tensor]:
+        monkeypatch.setattr(fsdp, "LARGEST_UNIT", largest)
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5))).to(alone.device)
+        blocks = [(str(number), model[number]) for number in range(1, 5)]
+        dtypes = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
+        shard_model(model, blocks, alone.fsdp_mesh, **dtypes, reshard_after_forward="default")
+        for scale in (1.0, 2.0):  # accumulated
+            model(scale * torch.ones(3, 8, device=alone.device)).square().sum().backward()
+        return [parameter.grad.full_tensor() for parameter in model.parameters()]
+
+    assert all(map(torch.equal, gradients(0), gradients(150)))
 
 
 @pytest.mark.parametrize(("choice", "is_sharded"), [("default", False), ("never", False), ("always", True)])
