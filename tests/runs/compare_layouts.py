@@ -90,17 +90,15 @@ class Comparison:
 
     def one(self) -> None:
         """One device: the batches of the layouts, half of them, which is what each of two devices has, short rows."""
-        start = self.from_checkpoint()
-        self.train(
-            [self.job("one", start | TWO)], [self.job("half", start)], [self.job("one, short rows", start | SHORT)]
-        )
+        runs = {"one": TWO, "half": {}, "one, short rows": SHORT}
+        self.train([self.job(name, self.from_checkpoint() | settings) for name, settings in runs.items()])
 
     def layouts(self) -> None:
-        """Every layout over two devices; the short rows in one group of processes, which take longer to start."""
+        """Every layout over two devices."""
         start = self.from_checkpoint()
-        long = [[self.job(name, start | settings)] for name, settings in LAYOUTS.items()]
-        short = [self.job(name, start | SHORT | how, fault) for name, (how, fault) in SHORT_LAYOUTS.items()]
-        self.train(*long, short, world_size=2)
+        jobs = [self.job(name, start | settings) for name, settings in LAYOUTS.items()]
+        jobs += [self.job(name, start | SHORT | how, fault) for name, (how, fault) in SHORT_LAYOUTS.items()]
+        self.train(jobs, world_size=2)
 
     def long_one(self) -> None:
         """One device with a document of the length."""
@@ -110,18 +108,19 @@ class Comparison:
         """Two devices that share a document of twice the length."""
         self.train([self._long("long_two", 2 * self.options.seq_len, CP2)], world_size=2)
 
-    def train(self, *groups: list[Job], world_size: int = 1) -> None:
-        """Run groups of jobs, each group in processes of its own, but what was done before; a failure is reported."""
-        for jobs in groups:
-            waiting = [job for job in jobs if not (job.folder / "done").exists()]
-            if not waiting:
+    def train(self, jobs: list[Job], world_size: int = 1) -> None:
+        """Run jobs, each in processes of its own; one that fails is reported, one that was done before is left out.
+
+        NCCL has been seen to crash when a process sets up its groups a second time.
+        """
+        for job in jobs:
+            if (job.folder / "done").exists():
                 continue
             try:
-                train_all(waiting, world_size, self.options.timeout)
-                for job in waiting:
-                    (job.folder / "done").touch()
+                train_all([job], world_size, self.options.timeout)
+                (job.folder / "done").touch()
             except AssertionError as failure:
-                print(f"{', '.join(job.folder.name for job in waiting)} FAILED: {failure}", flush=True)
+                print(f"{job.folder.name} FAILED: {failure}", flush=True)
 
     def _long(self, name: str, length: int, more: dict[str, str]) -> Job:
         text = self.folder / "long.jsonl"
