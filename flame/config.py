@@ -14,7 +14,7 @@ from flame.options import option
 SINGLE_STAGE_SCHEDULES = ("1F1B", "GPipe")
 LOOPED_SCHEDULES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
 V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")
-ATTENTION_BACKENDS = ("auto", "varlen", "sdpa", "flex", "cudnn", "flash", "fa3", "fa4")
+ATTENTION_BACKENDS = ("auto", "varlen", "sdpa", "flex", "flash", "fa3", "fa4")
 LEAVE_OFF = "leave it out"
 FOR_REPLICAS = "it counts with fault_tolerance.enable, which is refused"
 
@@ -79,9 +79,9 @@ class Model:
     """Operators of the FLA layers: Triton kernels, or flame's plain PyTorch ones. auto: triton on a GPU, else
     reference."""
     attention_backend: str = option("auto", choices=ATTENTION_BACKENDS)
-    """What computes softmax attention: torch's variable-length FlashAttention, SDPA, FlexAttention, cuDNN, the
-    flash_attn package, or FlashAttention-3 or -4 where installed. auto: on a GPU the fastest on the job's shapes,
-    measured at start and remembered, with training.deterministic varlen or flash; on a CPU sdpa."""
+    """What computes softmax attention: torch's variable-length FlashAttention, SDPA, FlexAttention, the flash_attn
+    package, or FlashAttention-3 or -4 where installed. auto: on a GPU the fastest on the job's shapes, measured at
+    start and remembered, with training.deterministic varlen or flash; on a CPU sdpa."""
     trust_remote_code: bool = option(False)
     """Allow Python code that comes with a model or tokenizer to run on this machine."""
     custom_models: list[str] = option([])

@@ -6,7 +6,6 @@
 - fa3: the same function of torch's, with FlashAttention-3 put in place of its kernels.
 - fa4: the `flash_attn.cute` package, FlashAttention-4.
 - flash: the `flash_attn` package.
-- cudnn: cuDNN's fused attention.
 - flex: FlexAttention with a document mask, compiled.
 - sdpa: `scaled_dot_product_attention` per group of documents of similar length; exact document isolation on any device.
   On CUDA it reads the document bounds back to the host.
@@ -26,11 +25,9 @@ from flame.errors import UserError
 from flame.models.attention_kernels import (
     Documents,
     Window,
-    cudnn_attention,
     dense_sdpa,
     fits_flash,
     grouped_sdpa,
-    refuse_window,
     varlen_attention,
 )
 from flame.models.flash_attention_4 import flash_attention_4, takes_heads
@@ -45,8 +42,6 @@ _FLASH_MODULES = {
 # What plans reckon with: they launch no kernel, and a machine that plans need not have what the job's GPUs have. Others
 # also keep their inputs, the output, and a number for each query and head.
 PLANNED_BACKEND = "varlen"
-# Backends that take as many keys as queries only, at the same positions.
-_EQUAL_LENGTHS = ("flex", "cudnn")
 
 
 def resolve_attention_backend(name: str, device_type: str) -> str:
@@ -87,8 +82,6 @@ def why_unavailable(name: str, device_type: str) -> str | None:
         return None
     if device_type != "cuda":
         return f"needs a CUDA device, this is {device_type}"
-    if name == "cudnn":
-        return _why_no_cudnn()
     if name in _FLASH_MODULES:
         module, implementation, capabilities = _FLASH_MODULES[name]
         if not _has_module(module):
@@ -97,14 +90,6 @@ def why_unavailable(name: str, device_type: str) -> str | None:
             return f"needs a release of torch that can call {implementation}"
         if capabilities and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] not in capabilities:
             return f"needs a GPU of compute capability {' or '.join(f'{major}.x' for major in capabilities)}"
-    return None
-
-
-def _why_no_cudnn() -> str | None:
-    if not torch.backends.cudnn.is_available():
-        return "needs a torch with cuDNN"
-    if torch.are_deterministic_algorithms_enabled():
-        return "gives other gradients in each run, which training.deterministic forbids"
     return None
 
 
@@ -124,7 +109,7 @@ def _flash_implementations() -> list[str]:
 
 def takes_unequal_lengths(backend: str) -> bool:
     """Whether queries may be fewer than keys, as they are over the pieces of a sequence."""
-    return backend not in _EQUAL_LENGTHS
+    return backend != "flex"
 
 
 class Attention:
@@ -220,8 +205,6 @@ def _kernels(backend: str) -> tuple[Callable, Callable]:
     """The packed and the dense form of a backend."""
     if backend == "flash":
         return _flash_packed, _flash_dense
-    if backend == "cudnn":
-        return cudnn_attention, _cudnn_dense
     if backend == "flex":
         flex = FlexAttention()
         return flex, _DenseRows(flex)
@@ -246,14 +229,6 @@ class _DenseRows:
         documents = Documents(bounds, bounds, length, length)
         o = self._packed(*(x.flatten(0, 1) for x in (q, k, v)), documents, scale, window)
         return o.unflatten(0, (num_rows, length))
-
-
-def _cudnn_dense(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: Window) -> Tensor:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    refuse_window("cudnn", window)
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return dense_sdpa(q, k, v, scale, window)
 
 
 def _flash_packed(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None, window: Window) -> Tensor:

@@ -13,11 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flame.errors import UserError
-
-# cuDNN plans anew for each number of documents; empty ones at the end make it one of a few.
-CUDNN_DOCUMENTS = 64
-
 
 @dataclass(frozen=True)
 class Window:
@@ -148,44 +143,6 @@ def varlen_attention(
         **options,
     )
     return o[..., :head_dim]
-
-
-def cudnn_attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None, window: Window
-) -> Tensor:
-    """cuDNN's fused attention over ragged rows; its causal mask is that of queries at the positions of their keys."""
-    refuse_window("cudnn", window)
-    head_dim, num_heads = v.shape[-1], q.shape[1]
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    q, k, v = (pad_heads(expand_kv_heads(x, num_heads), -x.shape[-1] % 8).contiguous() for x in (q, k, v))
-    num_empty = -(len(documents.bounds_q) - 1) % CUDNN_DOCUMENTS
-    bounds = F.pad(documents.bounds_q.int(), (0, num_empty), value=len(q))
-    forward = torch.ops.aten._cudnn_attention_forward
-    bias, with_logsumexp, dropout, debug = None, True, 0.0, False
-    o = forward(
-        q,
-        k,
-        v,
-        bias,
-        bounds,
-        bounds,
-        documents.longest_q,
-        documents.longest_k,
-        with_logsumexp,
-        dropout,
-        window.is_causal,
-        debug,
-        scale=scale,
-    )[0]
-    return o[..., :head_dim]
-
-
-def refuse_window(backend: str, window: Window) -> None:
-    """Raise a UserError for a window that is not just causal, or nothing."""
-    if window.left >= 0 or window.right > 0:
-        raise UserError(
-            f"model.attention_backend = {backend!r} has no sliding windows, and this model attends in one; use varlen"
-        )
 
 
 def pad_heads(x: Tensor, padding: int) -> Tensor:

@@ -75,7 +75,6 @@ _ATTENTION = {
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_flash_attention_forward",
-    "aten::_cudnn_attention_forward",
     "torch_attn::_varlen_attn",  # of torch.nn.attention.varlen
     "flash_attn::_flash_attn_forward",
     "flash_attn::_flash_attn_varlen_forward",

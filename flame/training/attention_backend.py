@@ -29,24 +29,18 @@ logger = logging.getLogger(__name__)
 
 # FLOPs of a forward pass through all layers below which no kernel makes a difference: about a millisecond.
 WORTH_MEASURING = 5e11
-# Reading bounds back to the host is no candidate, however fast: the device would wait for it in every layer. The other
-# two have not been measured on a GPU: what they cost at a start, and whether cuDNN takes every shape, is not known.
-ONLY_BY_NAME = {"sdpa", "flex", "cudnn"}
+# Reading bounds back to the host is no candidate, however fast: the device would wait for it in every layer. What
+# flex costs at a start, where it compiles, has not been measured on a GPU.
+ONLY_BY_NAME = {"sdpa", "flex"}
 
 
-def check_attention(config: JobConfig, model_config: PretrainedConfig, dist: Distributed) -> None:
-    """Refuse a named backend that the model's windows or the layout rule out.
+def check_attention(config: JobConfig, dist: Distributed) -> None:
+    """Refuse a named backend that the layout rules out.
 
     Raises:
         UserError: says which do instead.
     """
     name = config.model.attention_backend
-    if name == "auto":
-        return
-    if name == "cudnn" and any(shape.window for shape in softmax_layers(config, model_config, dist)):
-        raise UserError(
-            "model.attention_backend = 'cudnn' has no sliding windows, and this model has them; use auto or varlen"
-        )
     if _gathers(config, dist) and not takes_unequal_lengths(name):
         raise UserError(
             f"model.attention_backend = {name!r} takes as many queries as keys, and with "

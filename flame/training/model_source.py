@@ -55,7 +55,7 @@ def read_model(
     if resume_step is not None:
         check_same_model(Path(config.job.dump_folder), model_config)
     context = share_rows(config, model_config, dist)
-    check_attention(config, model_config, dist)
+    check_attention(config, dist)
     check_finish(config, model_config, tokenizer)
     return tokenizer, backend, model_config, context
 

@@ -127,7 +127,6 @@ def pretend(monkeypatch, *modules, capability=(9, 0), implementations=("FA3",)):
     """A machine with these packages and a GPU."""
     monkeypatch.setattr(attention, "_has_module", lambda name: name.partition(".")[0] in modules or name in modules)
     monkeypatch.setattr(attention, "_flash_implementations", lambda: list(implementations))
-    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
 
@@ -140,7 +139,6 @@ def pretend(monkeypatch, *modules, capability=(9, 0), implementations=("FA3",)):
         ("auto", "cuda", ("flash_attn",), "flash"),
         ("sdpa", "cuda", ("flash_attn",), "sdpa"),
         ("flex", "cuda", (), "flex"),
-        ("cudnn", "cuda", (), "cudnn"),
         ("fa3", "cuda", ("flash_attn_interface",), "fa3"),
         ("fa4", "cuda", ("flash_attn.cute.interface",), "fa4"),
     ],
@@ -156,10 +154,10 @@ def test_choice(name, device_type, modules, expected, monkeypatch):
         ("varlen", "cpu", "needs a CUDA device, this is cpu; available here: sdpa$"),
         ("flex", "cpu", "needs a CUDA device"),
         ("flash", "cuda", "needs the module flash_attn.flash_attn_interface, which is not installed; "
-                          "available here: varlen, sdpa, flex, cudnn$"),
+                          "available here: varlen, sdpa, flex$"),
         ("fa3", "cuda", "'fa3' needs the module flash_attn_interface, which is not installed"),
         ("fa4", "cuda", "needs the module flash_attn.cute.interface"),
-        ("eager", "cpu", "allowed: auto, varlen, sdpa, flex, cudnn, flash, fa3, fa4"),
+        ("eager", "cpu", "allowed: auto, varlen, sdpa, flex, flash, fa3, fa4"),
     ],
 )  # fmt: skip
 def test_refusals_give_the_reason(name, device_type, message, monkeypatch):
@@ -179,28 +177,10 @@ def test_what_a_gpu_and_a_torch_are_too_old_for_is_refused(monkeypatch):
         resolve_attention_backend("fa3", "cuda")
 
 
-def test_repeatable_runs_have_no_cudnn(monkeypatch):
-    pretend(monkeypatch)
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert "cudnn" not in attention.available_attention_backends("cuda")
-    with pytest.raises(UserError, match=r"other gradients in each run, which training\.deterministic forbids"):
-        resolve_attention_backend("cudnn", "cuda")
-
-
 def test_what_a_module_is_missing_from_is_no_module():
     assert attention._has_module("torch.nn.attention")
     assert not attention._has_module("torch.nn.no_such_module")
     assert not attention._has_module("no_such_package.module")
-
-
-def test_a_window_is_more_than_cudnn_can():
-    x = torch.zeros(1, 1, 8, dtype=torch.bfloat16)
-    cu = torch.tensor([0, 1], dtype=torch.int32)
-    dense, varlen = make_attention("cudnn")
-    with pytest.raises(UserError, match="no sliding windows"):
-        varlen(x, x, x, cu, cu, 1, 1, causal=True, window_size=(3, 0))
-    with pytest.raises(UserError, match="no sliding windows"):
-        dense(x[None], x[None], x[None], causal=True, window_size=(3, 0))
 
 
 def test_the_backend_changes_under_functions_that_layers_have_bound(monkeypatch):
@@ -225,7 +205,7 @@ def test_rows_side_by_side_are_documents_of_one():
     assert len(dense._bounds) == 1  # a new tensor would be a new mask
 
 
-BACKENDS = ("varlen", "flex", "cudnn", "flash", "fa3", "fa4")
+BACKENDS = ("varlen", "flex", "flash", "fa3", "fa4")
 
 
 def need(backend):
@@ -252,8 +232,6 @@ def relative_error(actual, expected):
 @pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(4, 64), (2, 64), (4, 36), (4, 128)])
 def test_gpu_kernels_agree_with_sdpa_without_waiting_for_the_device(backend, window, num_kv_heads, head_dim):
     need(backend)
-    if backend == "cudnn" and window != (-1, -1):
-        pytest.skip("refused")
     inputs = [
         x.detach().cuda().bfloat16().requires_grad_() for x in make_inputs(num_kv_heads=num_kv_heads, head_dim=head_dim)
     ]

@@ -166,7 +166,7 @@ def test_a_gpu_that_a_backend_has_broken_is_said_to_be(monkeypatch):
     monkeypatch.setattr(attention_speed, "Measured", lambda *_: Backends())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     reason = "RuntimeError: CUDA error: an illegal memory access was encountered"
-    assert measure_all(SHAPE, ["cudnn"], CPU, torch.float32) == {"cudnn": reason}
+    assert measure_all(SHAPE, ["fa4"], CPU, torch.float32) == {"fa4": reason}
     monkeypatch.setattr(torch.cuda, "synchronize", broken)
-    with pytest.raises(UserError, match=r"tried cudnn, after which the GPU can no longer be used .*illegal"):
-        measure_all(SHAPE, ["cudnn"], CPU, torch.float32)
+    with pytest.raises(UserError, match=r"tried fa4, after which the GPU can no longer be used .*illegal"):
+        measure_all(SHAPE, ["fa4"], CPU, torch.float32)

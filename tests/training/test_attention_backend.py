@@ -58,21 +58,13 @@ def test_a_rank_measures_what_it_computes():
     assert shape_of(pipeline, ranks(pipeline=2)) == AttentionShape(8, 4, 64, 1, 8192, 1024)
 
 
-@pytest.mark.parametrize("name", ["flex", "cudnn"])
-def test_pieces_with_gathered_keys_need_more_keys_than_queries(name):
-    config, pieces = job(f"--model.attention_backend={name}"), ranks(context=2)
-    with pytest.raises(UserError, match=f"{name}' takes as many queries as keys, .*; use alltoall, or auto or varlen"):
-        attention.check_attention(config, model(), pieces)
-    attention.check_attention(config, model(), ranks())
+def test_pieces_with_gathered_keys_need_more_keys_than_queries():
+    config, pieces = job("--model.attention_backend=flex"), ranks(context=2)
+    with pytest.raises(UserError, match=r"flex' takes as many queries as keys, .*; use alltoall, or auto or varlen"):
+        attention.check_attention(config, pieces)
+    attention.check_attention(config, ranks())
     config.experimental.context_parallel_rotate_method = "alltoall"
-    attention.check_attention(config, model(), pieces)
-
-
-def test_cudnn_is_refused_for_models_with_windows():
-    with pytest.raises(UserError, match="'cudnn' has no sliding windows, and this model has them"):
-        attention.check_attention(job("--model.attention_backend=cudnn"), model(window_size=16), ranks())
-    for name in ("flex", "varlen", "auto"):
-        attention.check_attention(job(f"--model.attention_backend={name}"), model(window_size=16), ranks())
+    attention.check_attention(config, pieces)
 
 
 @pytest.fixture
@@ -131,8 +123,8 @@ class Ranks(SimpleNamespace):
 def test_all_take_the_choice_of_rank_0(gathers, expected, monkeypatch, tmp_path):
     """Of what is on every rank; where keys are gathered, of what takes more keys than queries."""
     here = [
-        ["varlen", "sdpa", "flex", "cudnn", "fa4", "fa3"],
-        ["varlen", "sdpa", "flex", "cudnn", "fa3", "fa4", "flash"],
+        ["varlen", "sdpa", "flex", "fa4", "fa3"],
+        ["varlen", "sdpa", "flex", "fa3", "fa4", "flash"],
     ]
     asked = []
 
@@ -155,12 +147,12 @@ def test_all_take_the_choice_of_rank_0(gathers, expected, monkeypatch, tmp_path)
 
 def test_one_candidate_needs_no_measuring(monkeypatch, tmp_path):
     monkeypatch.setattr(attention, "default_attention_backend", lambda device_type: "varlen")
-    monkeypatch.setattr(attention, "available_attention_backends", lambda device_type: ["varlen", "sdpa", "cudnn"])
+    monkeypatch.setattr(attention, "available_attention_backends", lambda device_type: ["varlen", "sdpa", "flex"])
     monkeypatch.setattr(attention, "choose_attention", None)
     monkeypatch.setattr(attention, "resolve_attention_backend", lambda name, device_type: name)
     own = Attention("sdpa")
     monkeypatch.setattr(attention, "attention_in_use", lambda: own)
-    dist = Ranks(rank=0, here=[["varlen", "sdpa", "cudnn"]], device=torch.device("cpu"))
+    dist = Ranks(rank=0, here=[["varlen", "sdpa", "flex"]], device=torch.device("cpu"))
     name = attention.agree_on_attention(Counter({SHAPE: 24}), dist, torch.bfloat16, tmp_path, gathers=False)
     assert name == own.backend == "varlen"
 

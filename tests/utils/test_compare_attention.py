@@ -27,9 +27,7 @@ def test_figures_of_small_shapes(tmp_path, capsys):
 
 def test_a_failure_stands_in_the_table():
     shape = compare_attention.AttentionShape(4, 4, 16, 1, 64, 32)
-    assert compare_attention.line_of("cudnn", shape, "RuntimeError: a | b") == (
-        "| cudnn | RuntimeError: a / b | | | | |"
-    )
+    assert compare_attention.line_of("fa4", shape, "RuntimeError: a | b") == "| fa4 | RuntimeError: a / b | | | | |"
 
 
 @pytest.mark.parametrize(
