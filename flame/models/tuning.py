@@ -7,12 +7,14 @@ first step, for kernels whose launches are known.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -71,10 +73,30 @@ def compile_candidates(kernel: Any, args: tuple, options: dict[str, Any], candid
     """
     import triton
 
-    with ThreadPoolExecutor(num_compilers()) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+    with (
+        _no_collection(),
+        ThreadPoolExecutor(num_compilers()) as pool,
+        triton.AsyncCompileMode(pool, ignore_errors=True),
+    ):
         for config in candidates:
             if config.pre_hook is None:
                 kernel.run(*args, **(options | {"warmup": True}), **config.all_kwargs())
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collect no garbage meanwhile.
+
+    A collection in the middle of parsing lets another thread parse, and Python takes the depth of one tree for that of
+    the other: SystemError, "AST constructor recursion depth mismatch" (CPython issue 106905, in 3.11.7).
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def spills(tuner: Any, config: Any) -> bool:

@@ -10,7 +10,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from flame.parallel.precision import DTYPES
 
-
 # Parameters of a unit on one device: of the copies that casting and reducing it makes, 0.4 GiB.
 LARGEST_UNIT = 64_000_000
 
