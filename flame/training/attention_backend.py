@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 # FLOPs of a forward pass through all layers below which no kernel makes a difference: about a millisecond.
 WORTH_MEASURING = 5e11
-# Reading bounds back to the host is no candidate, however fast: the device would wait for it in every layer. What
-# flex costs at a start, where it compiles, has not been measured on a GPU.
+# Reading bounds back to the host is no candidate, however fast: the device would wait for it in every layer. On an
+# H200 flex is as fast as varlen (docs/performance.md), and has to be compiled.
 ONLY_BY_NAME = {"sdpa", "flex"}
 
 
