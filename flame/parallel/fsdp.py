@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
+from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils._pytree import tree_map
 
 from flame.parallel.precision import DTYPES
 
@@ -26,7 +30,8 @@ def shard_model(
 ) -> None:
     """Shard a model's parameters over a mesh, one FSDP unit per block and one for the rest.
 
-    On one device, where there is nothing to gather, small blocks share a unit: each costs the host time.
+    On one device, where there is nothing to gather, small blocks share a unit: each costs the host time. What a block
+    computes is the same in both cases.
 
     Master weights stay as they are (float32); each unit is gathered in ``param_dtype`` just before it computes, and
     gradients are averaged in ``reduce_dtype``.
@@ -48,6 +53,8 @@ def shard_model(
     policy = CPUOffloadPolicy() if offload else OffloadPolicy()
     for unit in units_of([block for _, block in blocks], LARGEST_UNIT if mesh.size() == 1 and not reshard else 0):
         fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard, offload_policy=policy)
+        for block in unit if len(unit) > 1 else ():  # torch 2.11 casts inputs of the first that runs alone
+            block.register_forward_pre_hook(partial(_cast_inputs, DTYPES[param_dtype]), with_kwargs=True)
     # The root holds embedding, final norm and head, which the backward needs first: keep them gathered.
     fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False, offload_policy=policy)
 
@@ -67,8 +74,17 @@ def units_of(blocks: list[nn.Module], largest: int) -> list[list[nn.Module]]:
 
 
 def num_sharded(blocks: Iterable[nn.Module]) -> int:
-    """How many of the blocks are units of their own."""
+    """How many of the blocks are in units of blocks; the others are in that of the rest."""
     return sum(isinstance(block, FSDPModule) for block in blocks)
+
+
+def _cast_inputs(dtype: torch.dtype, _block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+    """A block's inputs with floating-point tensors in ``dtype``, as FSDP casts those of a unit."""
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    return tree_map(cast, args), tree_map(cast, kwargs)
 
 
 def reshard(model: nn.Module) -> None:

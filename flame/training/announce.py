@@ -57,7 +57,7 @@ def describe_job(
     )
     blocks = [block for _, block in find_blocks(model)]
     num_blocks, num_units = len(blocks), num_sharded(blocks)
-    logger.info("FSDP: %d blocks, each a unit of its own, sharded over %d", num_units, dist.degrees.fsdp)
+    logger.info("FSDP: %d blocks, sharded over %d", num_units, dist.degrees.fsdp)
     if num_units < num_blocks:
         logger.info("FSDP: %d more blocks share weights and stay gathered with the rest", num_blocks - num_units)
     tokens = tokens_per_step(config, dist.data_size)

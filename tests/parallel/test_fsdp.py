@@ -75,6 +75,29 @@ def test_sharing_units_changes_no_bit_of_the_gradients(alone, monkeypatch):
     assert all(map(torch.equal, gradients(0), gradients(150)))
 
 
+def test_every_block_of_a_unit_is_given_inputs_of_the_compute_dtype(alone, monkeypatch):
+    """Also with torch 2.11, whose FSDP casts those of one block of a unit; here it casts none."""
+    seen = []
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+        def forward(self, x, number, tables):
+            seen.append((x.dtype, number.dtype, tables["cos"][0].dtype))
+            return x.float()
+
+    monkeypatch.setattr(fsdp, "fully_shard", lambda *args, **options: None)
+    blocks = [(str(number), Block()) for number in range(3)]
+    dtypes = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
+    shard_model(nn.Module(), blocks, alone.fsdp_mesh, **dtypes, reshard_after_forward="default")
+    x = torch.ones(2)
+    for _, block in blocks:
+        x = block(x, torch.tensor(3), tables={"cos": [torch.ones(2)]})
+    assert seen == [(torch.bfloat16, torch.int64, torch.bfloat16)] * 3
+
+
 @pytest.mark.parametrize(("choice", "is_sharded"), [("default", False), ("never", False), ("always", True)])
 def test_blocks_on_one_rank_are_resharded_only_when_asked(alone, choice, is_sharded):
     model = make_sharded(alone, choice)
