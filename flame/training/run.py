@@ -324,7 +324,14 @@ class Run:
         """
         error = exception[1]
         death = self.data.dead_workers() if isinstance(error, RuntimeError) else ""
-        self._write_at_failure(error)
+        try:
+            self._write_at_failure(error)
+        finally:  # the device may fail at this moment too
+            self._close(exception)
+        if death:
+            raise WorkerDied(death) from error
+
+    def _close(self, exception: tuple[object, ...]) -> None:
         self.stacks.close()
         self.profiler.__exit__(*exception)
         if self.saves is not None:
@@ -334,5 +341,3 @@ class Run:
         self.gc.close()
         if self.lock is not None:
             self.lock.release()
-        if death:
-            raise WorkerDied(death) from error
