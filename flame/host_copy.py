@@ -30,7 +30,7 @@ def send(values: Tensor, target: device) -> Tensor:
 
 
 def send_and_remember(values: Tensor, target: device) -> Tensor:
-    """As ``send``; ``host_copy`` of the result then knows the values. Those of ``values`` must not change."""
+    """As ``send``; ``host_copy`` of the result then knows the values. Neither tensor may be changed in place."""
     copy = send(values, target)
     setattr(copy, _NAME, HostCopy(values))
     return copy

@@ -28,10 +28,11 @@ REPLACED = (
 class ChunkOffsets(Tensor):
     """Offsets on a device, int64 [N + 1], whose last one, the number of chunks, is read without waiting."""
 
-    num_chunks: Tensor  # on the CPU, a scalar
+    num_chunks: Tensor | None = None  # on the CPU, a scalar; None for what is computed from offsets
 
     def __getitem__(self, index: Any) -> Tensor:
-        return self.num_chunks if isinstance(index, int) and index == -1 else super().__getitem__(index)
+        is_last = isinstance(index, int) and index == -1
+        return self.num_chunks if is_last and self.num_chunks is not None else super().__getitem__(index)
 
 
 def make_chunk_indices(original: Callable) -> Callable:

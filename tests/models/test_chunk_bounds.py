@@ -64,6 +64,14 @@ def test_the_number_of_chunks_is_on_the_host():
     assert offsets[1:].shape == (2,)
 
 
+def test_what_is_computed_from_offsets_has_numbers_of_its_own():
+    _, standin = pair("prepare_chunk_offsets")
+    offsets = standin(known(torch.tensor([0, 100, 130, 140])), 64)
+    assert (offsets + 5)[-1].item() == 9
+    assert offsets[:3][-1].item() == 3
+    assert offsets.detach()[-1].item() == 4
+
+
 @pytest.mark.parametrize(("module", "name", "maker"), REPLACED, ids=[name for _, name, _ in REPLACED])
 def test_bounds_that_only_the_device_knows_are_left_to_fla(module, name, maker):
     given = []
