@@ -17,7 +17,10 @@ state_space       Mamba's and Mamba-2's mixers, on ``selective_scan`` and ``ssd`
 selective_scan    Mamba's scan in Triton, with ``selective_scan_kernels``
 ssd               Mamba-2's scan as linear attention
 chunk_backward    one backward step that FLA refuses on some GPUs
+chunk_bounds      chunks of packed documents, counted on the host
+swiglu_kernels    SwiGLU in Triton at the memory's bandwidth
 tuning            how the candidates of a Triton kernel are compiled and timed
+tuned             the results of it that ship with flame
 without_kernels   FLA's layers on tensors without memory, for plans
 generation        FLA's caches with the newest transformers
 mixers            one FLOP formula a token mixer; ``pairs`` counts what attention computes

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from flame.errors import UserError
 from flame.paths import find_resource
 
 FOLDER = "configs/tuned"
@@ -64,11 +65,22 @@ def shipped_choice(kernel: str, tuning_key: Iterable[Any], candidates: list[Any]
 
 @cache
 def read_results(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """What a file holds: (kernel, ``key_text``) -> ``describe`` of the fastest candidate; empty without the file."""
+    """What a file holds: (kernel, ``key_text``) -> ``describe`` of the fastest candidate; empty without the file.
+
+    Raises:
+        UserError: it holds something else.
+    """
     if not path.is_file():
         return {}
-    kernels = json.loads(path.read_text(encoding="utf-8"))["kernels"]
-    return {(name, key_text(entry["key"])): entry["fastest"] for name, entries in kernels.items() for entry in entries}
+    try:
+        kernels = json.loads(path.read_text(encoding="utf-8"))["kernels"]
+        found = {name: {key_text(each["key"]): each["fastest"] for each in kernels[name]} for name in kernels}
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path} holds no tuning results ({type(error).__name__}: {error}); restore the file, or set "
+            "--job.no-shipped_tuning"
+        ) from error
+    return {(name, key): fastest for name, results in found.items() for key, fastest in results.items()}
 
 
 def key_text(tuning_key: Iterable[Any]) -> str:

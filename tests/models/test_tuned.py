@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from flame.errors import UserError
 from flame.paths import find_resource
 
 triton = pytest.importorskip("triton")
@@ -92,6 +93,14 @@ def test_a_card_without_shipped_results_tunes(monkeypatch):
     assert shipped_choice("add_kernel", KEY, []) is None
     target.backend, target.arch = "cuda", 1
     assert shipped_choice("add_kernel", KEY, []) is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"measured": {}}', '{"kernels": {"a": [{"key": []}]}}', "\xff"])
+def test_a_damaged_file_is_named(tmp_path, text):
+    path = tmp_path / "sm_90.json"
+    path.write_text(text, encoding="latin-1")
+    with pytest.raises(UserError, match=r"sm_90\.json holds no tuning results .*no-shipped_tuning"):
+        read_results(path)
 
 
 def test_the_shipped_file_is_what_the_collector_writes(tmp_path):
