@@ -11,7 +11,8 @@ Nine sets of replacements, written against flash-linear-attention 0.6:
   mamba_ssm package in loops or products that no long sequence fits (flame/models/state_space.py, on any backend).
 - generation: with transformers 5.24 FLA's models lose their cache (flame/models/generation.py).
 - the loss: FLA multiplies float32 matrices for the output projection's gradient (flame/models/linear_cross_entropy.py).
-- SwiGLU and the norms' backward: FLA's kernels do not use the memory's bandwidth (flame/models/swiglu_kernels.py).
+- SwiGLU, rotary embeddings and the norms' backward: FLA's do not use the memory's bandwidth, or use more than they need
+  (flame/models/swiglu_kernels.py, rotary_kernels.py).
 - chunks of packed documents: FLA counts them on the device and waits for it (flame/models/chunk_bounds.py).
 - autotuning: Triton tries the candidates of a kernel one after the other (flame/models/tuning.py), also where it has
   been found out before which is the fastest (flame/models/tuned.py).
@@ -294,11 +295,12 @@ def _install_reference() -> None:
 
 
 def _install_pointwise() -> None:
-    from flame.models import swiglu_kernels  # Triton is there on Linux only
+    from flame.models import rotary_kernels, swiglu_kernels  # Triton is there on Linux only
 
     activations = "fla.modules.activations.ops"
     wrap_operator(activations, "swiglu_fwd", swiglu_kernels.make_swiglu_forward)
     wrap_operator(activations, "swiglu_fwdbwd", swiglu_kernels.make_swiglu_backward)
+    wrap_operator("fla.modules.rotary", "rotary_embedding", rotary_kernels.make_rotary_embedding)
     norms = importlib.import_module("fla.modules.norm.layernorm")
     count = find_operator("fla.modules.norm.layernorm", "get_multiprocessor_count")
     _replace(norms, "get_multiprocessor_count", lambda device=0: NORM_PROGRAMS * count(device))

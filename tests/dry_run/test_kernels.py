@@ -91,5 +91,5 @@ def test_what_is_tuned_does_not_depend_on_how_many_documents_a_row_has(family, h
         return keys
 
     keys = tuned(512)
-    assert len(keys) >= 5
+    assert len(keys) >= 4
     assert tuned(7) == keys  # 74 documents instead of one
