@@ -19,6 +19,7 @@ ssd               Mamba-2's scan as linear attention
 chunk_backward    one backward step that FLA refuses on some GPUs
 chunk_bounds      chunks of packed documents, counted on the host
 swiglu_kernels    SwiGLU in Triton at the memory's bandwidth
+rotary_kernels    rotary embeddings of whole heads likewise
 tuning            how the candidates of a Triton kernel are compiled and timed
 tuned             the results of it that ship with flame
 without_kernels   FLA's layers on tensors without memory, for plans
