@@ -94,11 +94,16 @@ class Comparison:
         self.train([self.job(name, self.from_checkpoint() | settings) for name, settings in runs.items()])
 
     def layouts(self) -> None:
-        """Every layout over two devices."""
+        """Every layout over two devices, or those of ``--only``."""
         start = self.from_checkpoint()
-        jobs = [self.job(name, start | settings) for name, settings in LAYOUTS.items()]
-        jobs += [self.job(name, start | SHORT | how, fault) for name, (how, fault) in SHORT_LAYOUTS.items()]
-        self.train(jobs, world_size=2)
+        jobs = {name: self.job(name, start | settings) for name, settings in LAYOUTS.items()}
+        for name, (how, fault) in SHORT_LAYOUTS.items():
+            jobs[name] = self.job(name, start | SHORT | how, fault)
+        chosen = [name.strip() for name in self.options.only.split(";") if name.strip()] or list(jobs)
+        unknown = set(chosen) - set(jobs)
+        if unknown:
+            raise SystemExit(f"--only {'; '.join(sorted(unknown))}: not among {'; '.join(jobs)}")
+        self.train([jobs[name] for name in chosen], world_size=2)
 
     def long_one(self) -> None:
         """One device with a document of the length."""
@@ -210,6 +215,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--config", type=Path, required=True, help="a model config")
     parser.add_argument("--folder", type=Path, required=True, help="where the runs go, and figures.json of the model")
     parser.add_argument("--phases", default="", help=f"some of {','.join(PHASES)}; the first three when not given")
+    parser.add_argument("--only", default="", help="layouts to run, with semicolons (default: all)")
     parser.add_argument("--long", action="store_true", help="the long documents too")
     parser.add_argument("--seq_len", type=int, default=65536)
     parser.add_argument("--context_len", type=int, default=4096)
