@@ -36,7 +36,7 @@ class Job:
     """On GPUs, compile the kernels of the first step in all cores of the machine while train.sh starts the run; not
     under a torchrun of your own, nor with training.batch_size or activation_checkpoint.mode auto."""
     shipped_tuning: bool = option(True)
-    """Let Triton kernels use the tuning results that ship with flame (configs/tuned) where this machine has none of its
+    """Let Triton kernels use the tuning results that ship with flame where this machine has none of its
     own, instead of trying all candidates in the first step."""
     description: str = option("")
     """Free text about the run, kept in its config.toml and shown at start."""

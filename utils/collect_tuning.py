@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise SystemExit("there is no GPU here; say with --arch and --card which one tuned these kernels")
         major, minor = torch.cuda.get_device_capability()
         arch, card = arch or 10 * major + minor, card or torch.cuda.get_device_name()
-    path = options.output or ROOT / FOLDER / f"sm_{arch}.json"
+    path = options.output or FOLDER / f"sm_{arch}.json"
     old = json.loads(path.read_text(encoding="utf-8"))["kernels"] if path.exists() else {}
     kernels = old
     for folder in options.cache:

@@ -1,6 +1,6 @@
 """Tuning results that ship with flame: which candidate of a Triton kernel is the fastest on a kind of GPU.
 
-``configs/tuned/sm_90.json`` holds those of Hopper GPUs for some of the shipped model configs;
+``tuning_results/sm_90.json`` beside this file holds those of Hopper GPUs for some of the shipped model configs;
 ``utils/collect_tuning.py`` writes it. A result counts for the arguments that it was measured with, and only while the
 kernel still has the candidate: after an upgrade that changes it, the kernel is tuned as any other.
 """
@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from flame.errors import UserError
-from flame.paths import find_resource
 
-FOLDER = "configs/tuned"
+FOLDER = Path(__file__).parent / "tuning_results"
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")  # of a candidate, beside its keyword arguments
 
 
@@ -58,7 +57,7 @@ def shipped_choice(kernel: str, tuning_key: Iterable[Any], candidates: list[Any]
     target = driver.active.get_current_target()
     if target.backend != "cuda":
         return None
-    results = read_results(find_resource(f"{FOLDER}/sm_{target.arch}.json"))
+    results = read_results(FOLDER / f"sm_{target.arch}.json")
     chosen = results.get((kernel, key_text(tuning_key)))
     return next((each for each in candidates if chosen == describe(each) and each.pre_hook is None), None)
 

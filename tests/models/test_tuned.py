@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from flame.errors import UserError
-from flame.paths import find_resource
 
 triton = pytest.importorskip("triton")
 
@@ -35,7 +34,7 @@ def ship(hopper, monkeypatch):
         folder.mkdir()
         entry = {"key": KEY, "fastest": {"num_warps": 4, "num_stages": 3, "num_ctas": 1} | fastest}
         (folder / "sm_90.json").write_text(json.dumps({"kernels": {"add_kernel": [entry]}}))
-        monkeypatch.setattr(tuned, "FOLDER", str(folder))
+        monkeypatch.setattr(tuned, "FOLDER", folder)
 
     return ship
 
@@ -104,7 +103,7 @@ def test_a_damaged_file_is_named(tmp_path, text):
 
 
 def test_the_shipped_file_is_what_the_collector_writes(tmp_path):
-    shipped = find_resource("configs/tuned/sm_90.json")
+    shipped = tuned.FOLDER / "sm_90.json"
     results = read_results(shipped)
     assert len({kernel for kernel, _ in results}) > 10
     cache = tmp_path / "cache" / "HASH"
