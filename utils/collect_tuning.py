@@ -27,9 +27,9 @@ PACKAGES = ("triton", "flash-linear-attention")
 
 
 def read_cache(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """The results in a cache folder of Triton's: kernel -> its entries."""
+    """The results in a cache folder of Triton's: kernel -> its entries, oldest first."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for path in sorted(folder.rglob("*.autotune.json")):
+    for path in sorted(folder.rglob("*.autotune.json"), key=lambda path: path.stat().st_mtime_ns):
         result = json.loads(path.read_text(encoding="utf-8"))
         timed = [(SimpleNamespace(**config), times[0]) for config, times in result["configs_timings"]]
         fastest, milliseconds = min(timed, key=lambda pair: pair[1])
@@ -39,7 +39,7 @@ def read_cache(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def merge(old: dict[str, list[dict]], new: dict[str, list[dict]]) -> dict[str, list[dict]]:
-    """The entries of both, those of ``new`` first where the arguments are the same; in order."""
+    """The entries of both, the last one where the arguments are the same; in the order of the arguments."""
     merged = {}
     for name in sorted(old.keys() | new.keys()):
         entries = {key_text(entry["key"]): entry for entry in [*old.get(name, []), *new.get(name, [])]}
