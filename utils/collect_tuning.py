@@ -10,8 +10,13 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
+import math
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +26,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # run from a checkout, flame need not be installed
 
-from flame.models.tuned import FOLDER, describe, key_text  # noqa: E402
+from flame.errors import UserError  # noqa: E402
+from flame.models.tuned import FOLDER, describe, key_text, read_results  # noqa: E402
 
 PACKAGES = ("triton", "flash-linear-attention")
 
@@ -32,7 +38,9 @@ def read_cache(folder: Path) -> dict[str, list[dict[str, Any]]]:
     for path in sorted(folder.rglob("*.autotune.json"), key=lambda path: path.stat().st_mtime_ns):
         result = json.loads(path.read_text(encoding="utf-8"))
         timed = [(SimpleNamespace(**config), times[0]) for config, times in result["configs_timings"]]
-        fastest, milliseconds = min(timed, key=lambda pair: pair[1])
+        fastest, milliseconds = min(timed, key=lambda pair: pair[1], default=(None, math.inf))
+        if not math.isfinite(milliseconds):  # no candidate could be launched
+            continue
         entry = {"key": result["key"], "fastest": describe(fastest), "ms": round(milliseconds, 4), "of": len(timed)}
         found.setdefault(path.name.removesuffix(".autotune.json"), []).append(entry)
     return found
@@ -56,6 +64,26 @@ def as_text(content: dict[str, Any]) -> str:
     return f'{{"measured": {json.dumps(content["measured"])},\n"kernels": {{\n' + ",\n".join(kernels) + "\n}}\n"
 
 
+def read_kernels(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """The entries of a file that this program has written; none without it."""
+    try:
+        read_results(path)  # checks it
+    except UserError as error:
+        raise SystemExit(str(error).split("; restore")[0]) from error
+    return json.loads(path.read_text(encoding="utf-8"))["kernels"] if path.exists() else {}
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Wait until no other process that calls this works in a folder, and keep others waiting meanwhile."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cache", type=Path, nargs="+", required=True, help="folders that Triton keeps its results in")
@@ -75,14 +103,17 @@ def main(arguments: list[str] | None = None) -> int:
         major, minor = torch.cuda.get_device_capability()
         arch, card = arch or 10 * major + minor, card or torch.cuda.get_device_name()
     path = options.output or FOLDER / f"sm_{arch}.json"
-    old = json.loads(path.read_text(encoding="utf-8"))["kernels"] if path.exists() else {}
-    kernels = old
-    for folder in options.cache:
-        kernels = merge(kernels, read_cache(folder))
+    path.parent.mkdir(parents=True, exist_ok=True)
     measured = {"card": card, "date": datetime.now(UTC).strftime("%Y-%m-%d")}
     measured |= {name: version(name) for name in PACKAGES}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(as_text({"measured": measured, "kernels": kernels}), encoding="utf-8")
+    with alone_in(path.parent):
+        old = read_kernels(path)
+        kernels = old
+        for folder in options.cache:
+            kernels = merge(kernels, read_cache(folder))
+        unfinished = path.with_name(f".{path.name}")
+        unfinished.write_text(as_text({"measured": measured, "kernels": kernels}), encoding="utf-8")
+        unfinished.replace(path)  # whole at any moment: a run may be reading it
     count = sum(map(len, kernels.values()))
     print(f"{path}: {count} results of {len(kernels)} kernels, {count - sum(map(len, old.values()))} more than before")
     return 0

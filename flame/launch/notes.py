@@ -58,4 +58,7 @@ def _runs(process: int) -> bool:
 
 def _leave(kind: str, number: int) -> None:
     if folder := os.environ.get(FOLDER):
-        (Path(folder) / f"{kind}.{os.environ['LOCAL_RANK']}").write_text(str(number))
+        note = Path(folder) / f"{kind}.{os.environ['LOCAL_RANK']}"
+        unfinished = note.with_name(f".{note.name}")
+        unfinished.write_text(str(number))
+        unfinished.replace(note)  # whole at any moment: the process may be killed in this one

@@ -98,7 +98,7 @@ def make_rotary_embedding(original: Callable) -> Callable:
     ) -> Tensor:
         head_dim = x.shape[-1]
         is_plain = not interleaved and not inplace and isinstance(seqlen_offsets, int)
-        is_whole = 2 * cos.shape[-1] == head_dim and head_dim & (head_dim - 1) == 0
+        is_whole = cos.shape == sin.shape and 2 * cos.shape[-1] == head_dim and head_dim & (head_dim - 1) == 0
         is_known = is_plain and 0 <= seqlen_offsets <= len(cos) - x.shape[1] and x.dtype == cos.dtype == sin.dtype
         if not (is_plain and is_whole and is_known and x.numel() and cos.is_contiguous() and sin.is_contiguous()):
             return original(x, cos, sin, interleaved, inplace, seqlen_offsets, cu_seqlens, chunk_indices)

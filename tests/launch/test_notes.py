@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -39,3 +40,23 @@ def test_another_process_with_the_same_id_is_left_alone(tmp_path):
     finally:
         os.kill(other, signal.SIGKILL)
         parent.communicate()
+
+
+def test_a_note_is_whole_or_not_there(tmp_path, monkeypatch):
+    monkeypatch.setenv(notes.FOLDER, str(tmp_path))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    write_text, seen = Path.write_text, []
+
+    def write_slowly(path: Path, text: str) -> None:
+        path.touch()
+        seen.append(notes.read_codes(tmp_path))
+        notes.kill_rest(tmp_path)
+        write_text(path, text)
+
+    monkeypatch.setattr(Path, "write_text", write_slowly)
+    notes.leave_code(3)
+    monkeypatch.setattr(notes.os, "getpid", lambda: 2**22 + 1)  # no process has it
+    notes.leave_id()
+    assert [codes.keys() for codes in seen] == [set(), {1}]
+    assert notes.read_codes(tmp_path)[1][0] == 3
+    assert (tmp_path / "id.1").read_text() == str(2**22 + 1)

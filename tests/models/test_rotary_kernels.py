@@ -69,6 +69,7 @@ def test_they_move_16_bytes_at_a_time(hopper):
         {"seqlen_offsets": 60},  # beyond the table
         {"x": torch.ones(1, 8, 2, 32)},  # the table turns half of each head
         {"x": torch.ones(1, 8, 2, 16).bfloat16()},
+        {"sin": torch.ones(7, 8)},  # shorter than the row
     ],
     ids=str,
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -102,27 +104,63 @@ def test_a_damaged_file_is_named(tmp_path, text):
         read_results(path)
 
 
+def add_to_cache(cache, key, timings):
+    """Have Triton's cache hold a result: (size, milliseconds) of candidates."""
+    configs = [
+        [{"kwargs": {"B": size}, "num_warps": 4, "num_stages": 3, "num_ctas": 1, "maxnreg": None}, [ms] * 3]
+        for size, ms in timings
+    ]
+    cache.mkdir(parents=True)
+    (cache / "add_kernel.autotune.json").write_text(json.dumps({"key": key, "configs_timings": configs}))
+
+
+def collect(cache, output):
+    """Start the collector."""
+    command = [sys.executable, "utils/collect_tuning.py", "--cache", str(cache), "--output", str(output)]
+    options = ["--arch", "90", "--card", "NVIDIA H200"]
+    return subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
 def test_the_shipped_file_is_what_the_collector_writes(tmp_path):
     shipped = tuned.FOLDER / "sm_90.json"
     results = read_results(shipped)
     assert len({kernel for kernel, _ in results}) > 10
-    cache = tmp_path / "cache" / "HASH"
-    cache.mkdir(parents=True)
-    timings = [
-        [{"kwargs": {"B": size}, "num_warps": 4, "num_stages": 3, "num_ctas": 1, "maxnreg": None}, [ms] * 3]
-        for size, ms in ((64, 0.2), (128, 0.1))
-    ]
-    (cache / "add_kernel.autotune.json").write_text(json.dumps({"key": KEY, "configs_timings": timings}))
+    add_to_cache(tmp_path / "cache" / "HASH", KEY, [(64, 0.2), (128, 0.1)])
+    add_to_cache(tmp_path / "cache" / "NONE_RAN", [1], [(64, float("inf"))])
+    add_to_cache(tmp_path / "cache" / "NONE", [2], [])
     output = tmp_path / "sm_90.json"
     output.write_text(shipped.read_text())
-    command = [sys.executable, "utils/collect_tuning.py", "--cache", str(tmp_path / "cache"), "--output", str(output)]
-    done = subprocess.run(
-        [*command, "--arch", "90", "--card", "NVIDIA H200"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "1 more than before" in done.stdout
+    collector = collect(tmp_path / "cache", output)
+    assert "1 more than before" in collector.communicate()[0]
     merged = read_results(output)
     assert merged.pop(("add_kernel", key_text(KEY))) == {"B": 128, "num_warps": 4, "num_stages": 3, "num_ctas": 1}
     assert merged == results
+
+
+def test_two_that_collect_at_once_lose_nothing(tmp_path):
+    output = tmp_path / "out" / "sm_90.json"
+    output.parent.mkdir()
+    caches = [tmp_path / "first", tmp_path / "second"]
+    for number, cache in enumerate(caches):
+        add_to_cache(cache / "HASH", [number], [(64, 0.2)])
+    folder = os.open(output.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        collectors = [collect(cache, output) for cache in caches]
+        with pytest.raises(subprocess.TimeoutExpired):
+            collectors[0].wait(3)
+    finally:
+        os.close(folder)
+    assert all(collector.communicate()[1] == "" and collector.returncode == 0 for collector in collectors)
+    assert read_results(output).keys() == {("add_kernel", "[0]"), ("add_kernel", "[1]")}
+    assert [path.name for path in output.parent.iterdir()] == [output.name]
+
+
+def test_the_collector_leaves_a_damaged_file_as_it_is(tmp_path):
+    add_to_cache(tmp_path / "cache" / "HASH", KEY, [(64, 0.2)])
+    output = tmp_path / "sm_90.json"
+    output.write_text("{")
+    collector = collect(tmp_path / "cache", output)
+    error = collector.communicate()[1]
+    assert collector.returncode == 1 and error.startswith(f"{output} holds no tuning results") and "Trace" not in error
+    assert output.read_text() == "{"
