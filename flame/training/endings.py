@@ -42,11 +42,15 @@ def explain(error: BaseException, stop: StopRequest | None) -> int | None:
         return exit_codes.USER_ERROR
     is_lost = is_lost_rank(error)
     if isinstance(error, Stopped) or (stop is not None and stop.received and is_lost):
+        last = stop.last_checkpoint()
+        # Before the checkpoints have been looked at, "none" does not mean that the run folder holds none.
         logger.warning(
-            "%s%s: stopped; the last checkpoint is %s, and the same command goes on from there",
+            "%s%s: stopped%s",
             stop.received.name,
             ", and another rank has ended" if is_lost else "",
-            stop.last_checkpoint(),
+            " before it saved a step; the same command starts it again"
+            if last == "none"
+            else f"; the last checkpoint is {last}, and the same command goes on from there",
         )
         return exit_codes.PREEMPTED
     if isinstance(error, UserError):

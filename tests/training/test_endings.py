@@ -49,9 +49,13 @@ def test_a_lost_rank_is_quiet_when_this_one_is_told_to_end(stop):
     assert explain(RuntimeError("the size of tensor a"), stop) is None
 
 
-def test_stopped_by_a_signal(stop):
+def test_stopped_by_a_signal(stop, caplog):
     stop.received = signal.SIGTERM
     assert explain(Stopped(), stop) == exit_codes.PREEMPTED
+    assert "SIGTERM: stopped before it saved a step; the same command starts it again" in caplog.text
+    stop.last_checkpoint = lambda: "step 2"
+    assert explain(Stopped(), stop) == exit_codes.PREEMPTED
+    assert "SIGTERM: stopped; the last checkpoint is step 2, and the same command goes on from there" in caplog.text
     assert explain(LOST, stop) == exit_codes.PREEMPTED, "a rank that was asked to stop has lost those that were too"
     assert explain(ValueError("?"), stop) is None
 
