@@ -24,7 +24,7 @@ INSIDE_RUN_FOLDER = (
 )
 
 SELECTIVE = "activation_checkpoint.selective_ac_option"
-SCHEDULE_CSV = "experimental.pipeline_parallel_schedule_csv"
+NEVER_ON_THE_HUB = ("checkpoint.initial_load_path", "experimental.pipeline_parallel_schedule_csv")
 
 MAX_ROW = 2**31 - 1  # boundaries in a row are int32
 
@@ -96,9 +96,9 @@ def _check_required(config: JobConfig) -> Iterator[Fault]:
 
 
 def _check_files(config: JobConfig) -> Iterator[Fault]:
-    for name in ("model.config", "model.tokenizer_path", "checkpoint.initial_load_path", SCHEDULE_CSV):
+    for name in ("model.config", "model.tokenizer_path", *NEVER_ON_THE_HUB):
         path = _value(config, name)
-        if path and (name == SCHEDULE_CSV or _is_local(path)) and not find_resource(path).exists():
+        if path and (name in NEVER_ON_THE_HUB or _is_local(path)) and not find_resource(path).exists():
             yield _fault(config, name, f"no such file or folder{_nearby(Path(path))}")
     for name in ("job.dump_folder", "job.cache_dir"):
         try:

@@ -271,6 +271,16 @@ def test_missing_files_name_what_is_nearby(tmp_path):
     ]
 
 
+def test_what_is_never_on_the_hub_must_be_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("--checkpoint.initial_load_path", "--experimental.pipeline_parallel_schedule_csv"):
+        for missing in ("run", "owner/run"):
+            assert faults(name, missing) == [f'{name} = "{missing}": no such file or folder']
+        (tmp_path / "there").touch()
+        assert faults(name, "there") == []
+    assert faults("--model.tokenizer_path", "owner/tokenizer") == []
+
+
 def test_run_folder_may_not_be_a_file(tmp_path):
     (tmp_path / "run").touch()
     for name in ("--job.dump_folder", "--job.cache_dir"):
