@@ -78,6 +78,7 @@ def shorten(config: JobConfig, folder: Path) -> None:
     config.job.sample_prompt, config.job.description, config.job.print_args = "", "", False
     config.checkpoint.enable_checkpoint = config.checkpoint.export_hf = False
     config.checkpoint.create_seed_checkpoint, config.checkpoint.initial_load_path = False, ""
+    config.checkpoint.load_step = -1
     config.metrics.enable_tensorboard = config.metrics.enable_wandb = False
     config.profiling.enable_profiling = config.profiling.enable_memory_snapshot = False
 

@@ -18,9 +18,8 @@ JOB = ["--job.config_file", "configs/debug.toml"]
 
 
 def test_a_step_of_the_job_reads_and_keeps_nothing(tmp_path):
-    job = parse_args(
-        [*JOB, "--training.data_dir", "x", "--checkpoint.create_seed_checkpoint", "--job.sample_prompt", "a"]
-    )
+    seed = ["--checkpoint.create_seed_checkpoint", "--checkpoint.load_step", "5"]
+    job = parse_args([*JOB, "--training.data_dir", "x", *seed, "--job.sample_prompt", "a"])
     shapes = (job.training.seq_len, job.training.context_len, job.training.batch_size, job.model)
     shorten(job, tmp_path)
     (tmp_path / "rows.jsonl").touch()
