@@ -74,13 +74,17 @@ def write_report(runs: list[str | Path], output: str | Path | None = None, x_key
         x_key: ``"step"`` or ``"tokens"``.
 
     Raises:
-        UserError: a folder has no ``metrics.jsonl`` or no logged loss in it.
+        UserError: a folder has no ``metrics.jsonl`` or no logged loss in it, or the picture cannot be written.
     """
     metrics = [load_metrics(run) for run in runs]
     name = PICTURE_NAME if len(runs) == 1 else COMPARISON_NAME
     output = Path(runs[0]) / name if output is None else Path(output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(draw_losses(metrics, x_key), encoding="utf-8")
+    picture = draw_losses(metrics, x_key)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(picture, encoding="utf-8")
+    except OSError as error:  # no such place, no permission, no room
+        raise UserError(f"{output}: the loss curve cannot be written there: {error.strerror}") from error
     return "\n".join([*(summarize(run) for run in metrics), f"loss curve: {output}"])
 
 
@@ -88,12 +92,15 @@ def load_metrics(run: str | Path) -> RunMetrics:
     """Read a run folder's metrics.
 
     Raises:
-        UserError: there are none, or no row holds a finite loss.
+        UserError: there are none, a line is damaged, or no row holds a finite loss.
     """
     path = Path(run) / FILE_NAME
     if not path.is_file():
         raise UserError(f"{run}: no {FILE_NAME} in there; give the folder that job.dump_folder named")
-    rows = list(read_rows(path))
+    try:
+        rows = list(read_rows(path))
+    except ValueError as error:
+        raise UserError(f"{error}; mend or remove the line") from error
     name = Path(run).resolve().name
     steps, validations = ([row for row in rows if key in row] for key in ("loss", "val_loss"))
     if not any(is_finite_number(row["loss"]) for row in steps):

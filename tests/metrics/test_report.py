@@ -67,6 +67,15 @@ def test_run_without_metrics_is_a_user_error(tmp_path, capsys):
         write_report([write_run(tmp_path / "run", [None])])
 
 
+def test_what_cannot_be_read_or_written_is_named(tmp_path, capsys):
+    run = write_run(tmp_path / "run", [5.0, 4.0])
+    assert main([str(run), "--output", str(tmp_path)]) == 2
+    assert f"{tmp_path}: the loss curve cannot be written there" in capsys.readouterr().err
+    (run / "metrics.jsonl").write_text("{\n" + (run / "metrics.jsonl").read_text())
+    assert main([str(run)]) == 2
+    assert "metrics.jsonl: line 1 is not a JSON object" in capsys.readouterr().err
+
+
 def test_report_needs_no_torch():
     code = "import sys, flame.metrics.report; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
