@@ -6,13 +6,14 @@ The batches come from the loaders that training itself builds, one for each rank
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
 
 from flame.cli.parse import parse_args
 from flame.config import AUTO, JobConfig
 from flame.errors import EXIT_USER_ERROR, UserError
-from flame.utils.commands import translate_flags
+from flame.utils.commands import INTERRUPTED, translate_flags
 
 DESCRIPTION = """\
 Print the training data of a job: packed sequences with decoded documents, boundaries and masked targets.
@@ -20,7 +21,7 @@ Besides the options below it takes those of training (--section.name, see `bash 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print as the arguments say; the exit code is 0, or 2 when the user must change something."""
+    """Print as the arguments say; the exit code is 0, 2 when the user must change something, or 130 by Ctrl-C."""
     arguments, job_argv = build_parser().parse_known_args(argv)
     try:
         check_arguments(arguments)
@@ -30,6 +31,10 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(translate_flags(str(error), {"checkpoint.load_step": "load_step"}), file=sys.stderr)
         return EXIT_USER_ERROR
+    except BrokenPipeError:  # `… | head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at its end
+    except KeyboardInterrupt:
+        return INTERRUPTED
     return 0
 
 

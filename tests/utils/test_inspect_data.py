@@ -135,6 +135,18 @@ def test_a_bad_row_on_one_of_several_ranks_ends_them_all(tmp_path, capsys):
     assert "row 200" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("stops_it", "code"), [("BrokenPipeError", 0), ("KeyboardInterrupt", 130)])
+def test_who_has_seen_enough_is_shown_no_traceback(corpus, stops_it, code):
+    script = (
+        "import sys\nfrom unittest import mock\nfrom flame.utils import inspect_data\n"
+        f"with mock.patch.object(inspect_data, 'describe_step', side_effect={stops_it}):\n"
+        "    sys.exit(inspect_data.main(sys.argv[1:]))"
+    )
+    done = subprocess.run([sys.executable, "-c", script, *with_job((corpus,))], capture_output=True, text=True)
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
+
+
 def test_help_is_fast_and_needs_no_torch():
     for command in ("inspect_data", "preprocess"):
         code = f"import sys; from flame.utils.{command} import main\ntry: main(['-h'])\nexcept SystemExit: pass\n"
