@@ -73,6 +73,9 @@ def run_command(
     except UserError as error:
         print(translate_flags(str(error), {**FLAGS, **flags}), file=sys.stderr)
         return EXIT_USER_ERROR
+    except OSError as error:  # the disk is full, the output may not be written or lies in no folder
+        print(error, file=sys.stderr)
+        return EXIT_USER_ERROR
     except KeyboardInterrupt:
         print(f"interrupted; {interrupted}", file=sys.stderr)
         return INTERRUPTED

@@ -145,6 +145,13 @@ def test_faults_are_readable(script, data, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_an_output_that_cannot_be_made_is_one_line(script, data, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    output = tmp_path / "file" / "out"
+    assert script.main(["--data", data, "--output", str(output), "--num_shards", "2", "--quiet"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith(f"Not a directory: '{output}.partial'")
+
+
 def test_values_that_json_has_not(script, tmp_path, capsys):
     datasets.Dataset.from_dict({"text": ["a"], "data": [b"\xff"]}).save_to_disk(tmp_path / "saved")
     arguments = ["--data", str(tmp_path / "saved"), "--output", str(tmp_path / "out"), "--num_shards", "1", "--quiet"]
