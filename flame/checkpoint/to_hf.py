@@ -6,7 +6,7 @@ import logging
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,7 +76,8 @@ def convert_dcp_to_hf(
         The folder written to.
 
     Raises:
-        UserError: no such or no complete checkpoint, no model config, or one that the weights do not fit.
+        UserError: no such or no complete checkpoint, no model config, or one that the weights do not fit; or the folder
+            cannot be written to.
     """
     source = find_step(path, step)
     check_source(source)
@@ -92,17 +93,31 @@ def convert_dcp_to_hf(
     names = match_names(model.sizes, stored, str(source.folder), ignore=model.tied)
     specs = {name.removeprefix(MODEL): _spec(entries[name], dtype) for name in names}
 
-    target.mkdir(parents=True, exist_ok=True)
-    aside = target / ASIDE
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
-    shards = plan_shards(specs, max_bytes, free_tag(target, specs, max_bytes))
-    with reading(source.folder) if source.manifest else nullcontext():
-        _write_weights(source, shards, aside, on_bytes)
-    _write_configs(aside, model, _main_dtype(specs), loaded_tokenizer)
-    move_in(aside, target)
+    with _written_aside(target) as aside:
+        shards = plan_shards(specs, max_bytes, free_tag(target, specs, max_bytes))
+        with reading(source.folder) if source.manifest else nullcontext():
+            _write_weights(source, shards, aside, on_bytes)
+        _write_configs(aside, model, _main_dtype(specs), loaded_tokenizer)
+        move_in(aside, target)
     logger.info("%s written to %s in Hugging Face format", source.folder.name, target)
     return target
+
+
+@contextmanager
+def _written_aside(target: Path) -> Iterator[Path]:
+    """A folder inside ``target`` to write into; when that fails its space is given back.
+
+    Raises:
+        UserError: the system does not let it, as on a full disk.
+    """
+    aside = target / ASIDE
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+        yield aside
+    except OSError as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise UserError(f"{target}: no model in Hugging Face format was written there: {error}") from error
 
 
 def _write_weights(

@@ -1,5 +1,6 @@
 """Both conversions on whole models: names, bits, dtypes, ties, vocabulary, interruption."""
 
+import errno
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 
 from flame.checkpoint import save_run_artifacts
 from flame.checkpoint.from_hf import convert_hf_to_dcp
+from flame.checkpoint.hf_writer import SafetensorsFile
 from flame.checkpoint.manager import CheckpointManager
 from flame.checkpoint.names import model_tensors
 from flame.checkpoint.to_hf import convert_dcp_to_hf
@@ -208,6 +210,23 @@ def test_interrupted_conversion_leaves_the_model_that_was_there(tmp_path):
     convert_dcp_to_hf(tmp_path, step=2)
     assert_same_bits(read_weights(tmp_path), dict(second.state_dict()))
     assert not [name for name in os.listdir(tmp_path) if name.endswith(".tmp")]
+
+
+def test_what_the_system_does_not_let_is_named(tmp_path, monkeypatch):
+    model = make_run(tmp_path / "run")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file: no model in Hugging Face format was written there.*Not a directory"):
+        convert_dcp_to_hf(tmp_path / "run", output=tmp_path / "file")
+    convert_dcp_to_hf(tmp_path / "run")
+
+    def write(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(SafetensorsFile, "write", write)
+    with pytest.raises(UserError, match="No space left on device"):
+        convert_dcp_to_hf(tmp_path / "run")
+    assert_same_bits(read_weights(tmp_path / "run"), dict(model.state_dict()))
+    assert not [name for name in os.listdir(tmp_path / "run") if name.endswith(".tmp")]
 
 
 def test_step_0_from_hf_carries_config_and_tokenizer(tmp_path):
