@@ -48,7 +48,8 @@ class HFWeights:
         dtypes: dtype of every tensor.
 
     Raises:
-        UserError: no weights in the folder, a shard file missing, or a file that is damaged or not plain tensors.
+        UserError: no weights in the folder, a shard file missing, a file that is damaged or not plain tensors, or a
+            tensor of an unknown dtype.
     """
 
     def __init__(self, folder: str | Path):
@@ -119,7 +120,9 @@ class HFWeights:
         if name not in file.keys():  # noqa: SIM118 - a safetensors handle is no mapping
             raise UserError(f"{self.folder / self._file_of[name]} lacks {name}, which the index places there")
         part = file.get_slice(name)
-        return torch.Size(part.get_shape()), _DTYPES[part.get_dtype()]
+        if (kind := part.get_dtype()) not in _DTYPES:
+            raise UserError(f"{self.folder / self._file_of[name]}: {name} is {kind}; known are {', '.join(_DTYPES)}")
+        return torch.Size(part.get_shape()), _DTYPES[kind]
 
 
 def load_hf_tensors(weights: HFWeights, tensors: Mapping[str, torch.Tensor], prefix: str) -> None:

@@ -152,6 +152,12 @@ def test_index_cannot_name_files_outside(tmp_path):
         load_initial(folder, make_state())
 
 
+def test_a_dtype_that_is_no_weights_is_named(tmp_path):
+    folder = write_hf(tmp_path / "hf", {"packed": torch.zeros(2, dtype=torch.uint16)})
+    with pytest.raises(UserError, match=r"model\.safetensors: packed is U16; known are F64"):
+        load_initial(folder, make_state())
+
+
 def test_nothing_to_load(tmp_path):
     with pytest.raises(UserError, match="is no folder"):
         load_initial(tmp_path / "nowhere", make_state())
