@@ -8,7 +8,8 @@ from pathlib import Path
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from flame.checkpoint.artifacts import save_run_artifacts
+from flame.checkpoint.artifacts import save_run_artifacts, write_text_atomically
+from flame.checkpoint.sources import JOB_CONFIG
 from flame.cli.job_file import to_toml
 from flame.config import JobConfig
 from flame.metrics.console import log_to_file
@@ -32,7 +33,7 @@ def write_run_folder(
     folder.mkdir(parents=True, exist_ok=True)
     if world_size == 1:  # torchrun keeps the output of several ranks
         log_to_file(folder / "logs" / "train.log")
-    (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    write_text_atomically(folder / JOB_CONFIG, to_toml(config))
     save_run_artifacts(folder, model_config, tokenizer)
     write_env(folder, world_size)
 
