@@ -13,6 +13,7 @@ from flame.config import JobConfig
 from flame.data.loader import build_dataloader
 from flame.data.loading import local_leader_first
 from flame.data.prefetch import DevicePrefetcher
+from flame.errors import UserError
 from flame.metrics.console import setup_logging
 from flame.metrics.logger import MetricLogger
 from flame.metrics.meter import StepMeter
@@ -58,6 +59,7 @@ def build_run(config: JobConfig, stop_request: StopRequest) -> Run:
         # Read: what cannot be is refused before anything large is made.
         checkpoints = build_checkpoints(config, dist)
         resume_step = None if checkpoints is None else checkpoints.find_step(config.checkpoint.load_step)
+        check_seed(config, resume_step)
         tokenizer, backend, model_config, context = dist.together(
             lambda: read_model(config, dist, dist.device.type, resume_step)
         )
@@ -125,6 +127,19 @@ def start_process(config: JobConfig) -> Distributed:
     set_determinism(config.training.deterministic)
     check_profiling(config.profiling, dist.device)
     return dist
+
+
+def check_seed(config: JobConfig, resume_step: int | None) -> None:
+    """Refuse a seed checkpoint in the folder of a run that has trained: its weights are no initial ones.
+
+    Raises:
+        UserError: names the folder and its newest step.
+    """
+    if config.checkpoint.create_seed_checkpoint and resume_step:
+        raise UserError(
+            f"checkpoint.create_seed_checkpoint: {config.job.dump_folder} holds a run at step {resume_step}, and a "
+            "seed is the step 0 of a new one; give another job.dump_folder"
+        )
 
 
 def build_data(config: JobConfig, tokenizer: PreTrainedTokenizerBase, dist: Distributed) -> DevicePrefetcher:

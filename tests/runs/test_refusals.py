@@ -47,6 +47,7 @@ def table(folder: Path) -> dict[str, Row]:
             "branch", base | {"checkpoint.load_step": "2", "training.steps": "5", "optimizer.lr": "1e-2"}, OK
         ),
         "on from there": Row("branch", base | {"training.steps": "7", "optimizer.lr": "1e-2"}, OK),
+        "a seed beside trained steps": Row("branch", base | {"checkpoint.create_seed_checkpoint": "true"}, REFUSED),
         "not causal": Row("bert", PLAIN | {"model.config": str(folder / "bert.json")}, REFUSED),
         "snapshot without a GPU": Row("snapshot", {"profiling.enable_memory_snapshot": "true"}, REFUSED),
         "nan": Row(
