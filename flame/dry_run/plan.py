@@ -26,7 +26,7 @@ from flame.parallel.distributed import Distributed
 from flame.parallel.offload import offloads_parameters
 from flame.parallel.pipeline_cut import PipelineCut, cut_model
 from flame.parallel.precision import DTYPES, compute_dtype
-from flame.training.lengths import document_len, tokens_per_step
+from flame.training.lengths import document_len, document_option, tokens_per_step
 from flame.training.model_source import attention_for, read_model
 
 GPU = "cuda"  # what plans are for, whatever the machine that makes them has
@@ -105,7 +105,7 @@ def plan_job(config: JobConfig, world_size: int, device_type: str = GPU) -> JobP
     dist = join_fake_world(degrees)
     _, _, model_config, context = read_model(config, dist, device_type)
     built = build_model(model_config, config.model.trust_remote_code)
-    check_positions(built.model, document_len(config))
+    check_positions(built.model, document_len(config), document_option(config))
 
     tokens, length = tokens_per_step(config, degrees.data), document_len(config)
     flops = FlopCounter(built.model).training(torch.tensor([length])) / length * tokens

@@ -56,11 +56,12 @@ def build_model(config: PretrainedConfig, trust_remote_code: bool = False) -> Bu
     return BuiltModel(model, recipe, tied_groups(model), no_decay_names(model))
 
 
-def check_positions(model: nn.Module, length: int) -> None:
+def check_positions(model: nn.Module, length: int, option: str) -> None:
     """Refuse documents longer than a model's table of learned positions.
 
     Args:
-        length: tokens of the longest document that the model will see.
+        length: tokens of the longest stretch that the model will see as one.
+        option: that says so.
 
     Raises:
         UserError: names the table, its size and the length.
@@ -69,8 +70,8 @@ def check_positions(model: nn.Module, length: int) -> None:
         is_positions = isinstance(module, nn.Embedding) and re.search(r"wpe|position", name.rpartition(".")[2])
         if is_positions and module.num_embeddings < length:
             raise UserError(
-                f"training.context_len = {length}: the model's learned positions ({name}) end at "
-                f"{module.num_embeddings}; use that at most, with training.varlen, or make the table longer"
+                f"{option} = {length}: the model's learned positions ({name}) end at {module.num_embeddings}; use that "
+                "at most, or make the table longer; with training.varlen it is training.context_len that counts"
             )
 
 

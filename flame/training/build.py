@@ -28,7 +28,7 @@ from flame.training.attention_backend import settle_attention
 from flame.training.auto import agree, propose
 from flame.training.bad_steps import BadSteps
 from flame.training.hang import StackDump
-from flame.training.lengths import document_len
+from flame.training.lengths import document_len, document_option
 from flame.training.lock import RunFolderLock
 from flame.training.model_source import read_model
 from flame.training.optimizer import build_optimizer
@@ -68,7 +68,7 @@ def build_run(config: JobConfig, stop_request: StopRequest) -> Run:
         settle_attention(config, model_config, dist)
         data = build_data(config, tokenizer, dist)
         built = build_model(model_config, config.model.trust_remote_code)
-        check_positions(built.model, document_len(config))
+        check_positions(built.model, document_len(config), document_option(config))
         flops = FlopCounter(built.model)  # of the whole model, before it is cut and shared
         model, pipeline = place_model(config, built, dist, context)
         optimizer = build_optimizer(model, config.optimizer, built.no_decay)

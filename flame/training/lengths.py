@@ -10,6 +10,11 @@ def document_len(config: JobConfig) -> int:
     return config.training.context_len if config.training.varlen else config.training.seq_len
 
 
+def document_option(config: JobConfig) -> str:
+    """The option that ``document_len`` follows."""
+    return "training.context_len" if config.training.varlen else "training.seq_len"
+
+
 def tokens_per_step(config: JobConfig, data_size: int, batch_size: int | None = None) -> int:
     """Tokens that one step trains on, over all ranks; ``batch_size`` stands in for the job's."""
     training = config.training

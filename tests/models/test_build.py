@@ -102,6 +102,6 @@ def test_a_refusal_without_words_shows_the_line_that_refused(family, values, rea
 def test_documents_longer_than_learned_positions_are_refused():
     config = AutoConfig.for_model("gpt2", n_embd=32, n_layer=1, n_head=2, vocab_size=64, n_positions=16)
     model = build_model(config).model
-    check_positions(model, 16)
-    with pytest.raises(UserError, match=r"context_len = 17.*wpe.*end at 16"):
-        check_positions(model, 17)
+    check_positions(model, 16, "training.seq_len")
+    with pytest.raises(UserError, match=r"training\.seq_len = 17.*wpe.*end at 16"):
+        check_positions(model, 17, "training.seq_len")
