@@ -114,7 +114,7 @@ class Optimizer:
     lr: float = option(8e-4, minimum=0, below=float("inf"))
     """Highest learning rate, reached at the end of warm-up."""
     beta1: float = option(0.9, minimum=0, below=1)
-    """Decay of the gradient's running mean (Adam, AdamW)."""
+    """Decay of the gradient's running mean (Adam, AdamW), or momentum (SGD)."""
     beta2: float = option(0.95, minimum=0, below=1)
     """Decay of the squared gradient's running mean (Adam, AdamW)."""
     eps: float = option(1e-8, above=0, below=float("inf"))
@@ -324,7 +324,7 @@ class Checkpoint:
     interval: int = option(500, minimum=1)
     """Steps or seconds from one checkpoint to the next; the last step is always saved."""
     last_save_model_weights_only: bool = option(False)
-    """Save only the weights, in export_dtype, at the last step. Such a run cannot be resumed from there."""
+    """Save only the weights, in export_dtype, at the last step. A run that goes on from there has a fresh optimizer."""
     export_dtype: str = option("float32", choices=("float32", "float16", "bfloat16"))
     """Data type of the exported model and of a checkpoint with weights only."""
     export_hf: bool = option(True)
