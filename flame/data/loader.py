@@ -18,10 +18,11 @@ from flame.data.shard_order import ShardOrder
 from flame.data.shards import ShardedSource
 from flame.data.sources import Source, open_sources
 from flame.data.state import STATE_VERSION, StreamState
-from flame.data.streams import DataPlan, StreamReader, check_data_ranks
+from flame.data.streams import DataPlan, StreamReader
 from flame.data.tokenize import DocumentEncoder
 from flame.data.workers import SequencePool
 from flame.errors import UserError
+from flame.parallel.degrees import check_data_ranks
 
 DEFAULT_BATCH_SIZE = 8
 

@@ -78,20 +78,6 @@ class DataPlan:
         return walk(self.sources[source], order, cursors, ends)
 
 
-def check_data_ranks(num_streams: int, num_ranks: int) -> None:
-    """Refuse a number of data-parallel ranks that the streams cannot be dealt to evenly.
-
-    Raises:
-        UserError: names the numbers that can.
-    """
-    if num_streams % num_ranks:
-        divisors = [str(size) for size in range(1, num_streams + 1) if num_streams % size == 0]
-        raise UserError(
-            f"{num_ranks} data-parallel ranks do not divide --training.num_streams {num_streams}; "
-            f"numbers that do: {', '.join(divisors)}"
-        )
-
-
 @dataclass(eq=False)
 class _Stream:
     number: int

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from flame.config import JobConfig
-from flame.data.streams import check_data_ranks
 from flame.dry_run.layout import CPU, Part, PipelineParts, place_stages, place_whole
 from flame.dry_run.memory import Memory, activation_peak, estimate
 from flame.dry_run.schedule import Action, most_in_flight, rank_actions, waiting_share
@@ -101,7 +100,6 @@ def plan_job(config: JobConfig, world_size: int, device_type: str = GPU) -> JobP
         UserError: the job could not run; the message says what to change.
     """
     degrees = resolve_degrees(config, world_size)
-    check_data_ranks(config.training.num_streams, degrees.data)
     dist = join_fake_world(degrees)
     _, _, model_config, context = read_model(config, dist, device_type)
     built = build_model(model_config, config.model.trust_remote_code)

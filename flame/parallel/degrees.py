@@ -72,7 +72,7 @@ def resolve_degrees(config: JobConfig, world_size: int) -> Degrees:
     """The degrees that a job asks for, ``data_parallel_shard_degree`` −1 filled in.
 
     Raises:
-        UserError: their product is not the number of processes.
+        UserError: their product is not the number of processes, or the data cannot be dealt to so many.
     """
     training, experimental = config.training, config.experimental
     others = {
@@ -96,4 +96,20 @@ def resolve_degrees(config: JobConfig, world_size: int) -> Degrees:
             f"{', '.join(given) or 'training.data_parallel_shard_degree = 1'}: the degrees must multiply to the "
             f"{world_size} processes that there are (NNODE * NGPU, in a dry run job.world_size); {advice}"
         )
-    return Degrees(pipeline, replicate, shard, context, tensor)
+    degrees = Degrees(pipeline, replicate, shard, context, tensor)
+    check_data_ranks(training.num_streams, degrees.data)
+    return degrees
+
+
+def check_data_ranks(num_streams: int, num_ranks: int) -> None:
+    """Refuse a number of data-parallel ranks that the streams cannot be dealt to evenly.
+
+    Raises:
+        UserError: names the numbers that can.
+    """
+    if num_streams % num_ranks:
+        divisors = [str(size) for size in range(1, num_streams + 1) if num_streams % size == 0]
+        raise UserError(
+            f"{num_ranks} data-parallel ranks do not divide --training.num_streams {num_streams}; "
+            f"numbers that do: {', '.join(divisors)}"
+        )

@@ -9,9 +9,11 @@ import time
 
 import pytest
 
+from flame.cli.parse import parse_args
 from flame.launch import exit_codes
 from flame.launch import launcher as launch
 from flame.launch.stop_signals import SAME_REQUEST_SECONDS
+from flame.parallel.degrees import resolve_degrees
 from flame.paths import PACKAGE_ROOT
 from tests.processes import left_of
 
@@ -164,6 +166,17 @@ def test_shard_degree_is_checked_against_the_processes(monkeypatch, capsys):
     monkeypatch.setenv("NGPU", "2")
     assert launch.main([*JOB, "--training.data_parallel_shard_degree", "3"], trainer="missing") == 2
     assert "the degrees must multiply to the 2 processes" in capsys.readouterr().err
+
+
+def test_ranks_that_the_data_cannot_be_dealt_to_start_nothing(monkeypatch, capsys):
+    monkeypatch.setenv("NGPU", "4")
+    assert launch.main([*JOB, "--training.num_streams", "30"], trainer="missing") == 2
+    assert "4 data-parallel ranks do not divide --training.num_streams 30" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2, 3, 4, 5, 6, 8, 10, 12, 16])
+def test_the_demo_runs_on_any_usual_number_of_gpus(num_gpus):
+    assert resolve_degrees(parse_args(launch.DEMO), num_gpus).data == num_gpus
 
 
 def test_exit_codes_in_words():
