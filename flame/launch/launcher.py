@@ -53,6 +53,8 @@ def main(argv: list[str], trainer: str = TRAINER) -> int:
         resolve_degrees(config, planned_size(config, layout.world_size))
         for note in set_up_caches(config.job.cache_dir, os.environ):
             print(f"flame: {note}", flush=True)
+        if layout.world_size > 1 and not is_dry(config):
+            make_log_folder(config, layout)
     except UserError as error:
         print(error, file=sys.stderr)
         return exit_codes.USER_ERROR
@@ -140,6 +142,22 @@ def _import_torchrun() -> ModuleType:
     if level is not None:
         os.environ["LOGLEVEL"] = level
     return torchrun
+
+
+def make_log_folder(config: JobConfig, layout: Layout) -> None:
+    """Make the folder that torchrun is to write to, which does not say what is wrong with one.
+
+    Raises:
+        UserError: it cannot be made or written to.
+    """
+    folder = _log_folder(config, layout)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        given = f"job.dump_folder = {config.job.dump_folder}"
+        raise UserError(f"{given}: cannot be written to: {error.strerror}") from error
 
 
 def _log_folder(config: JobConfig, layout: Layout) -> Path:

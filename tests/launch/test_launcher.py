@@ -168,6 +168,14 @@ def test_shard_degree_is_checked_against_the_processes(monkeypatch, capsys):
     assert "the degrees must multiply to the 2 processes" in capsys.readouterr().err
 
 
+def test_a_run_folder_that_cannot_be_made_starts_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("NGPU", "2")
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "run"
+    assert launch.main([*JOB, "--job.dump_folder", str(folder)], trainer="missing") == 2
+    assert capsys.readouterr().err == f"job.dump_folder = {folder}: cannot be written to: Not a directory\n"
+
+
 def test_ranks_that_the_data_cannot_be_dealt_to_start_nothing(monkeypatch, capsys):
     monkeypatch.setenv("NGPU", "4")
     assert launch.main([*JOB, "--training.num_streams", "30"], trainer="missing") == 2
