@@ -6,6 +6,7 @@ import logging
 import re
 import sys
 
+import torch
 from torch.distributed import DistBackendError, DistNetworkError
 
 from flame.errors import ConfigError, UserError, WorkerDied
@@ -68,6 +69,11 @@ def explain(error: BaseException, stop: StopRequest | None) -> int | None:
             "a rank did not come to a collective within comm.train_timeout_seconds (up to the first step "
             "comm.init_timeout_seconds); what each was doing is in logs/stacks_rank*.txt of the run folder, and with "
             "NCCL in logs/flight_recorder_rank*"
+        )
+    if isinstance(error, torch.OutOfMemoryError):
+        logger.error(
+            "the GPU's memory is full: give training.batch_size or seq_len less, activation_checkpoint.mode full (or "
+            "auto), or shard over more GPUs; --job.dry_run says what a job takes"
         )
     return None
 

@@ -82,6 +82,11 @@ def test_a_rank_that_did_not_come_is_said(stop, caplog, error, says):
     assert ("a rank did not come to a collective within comm.train_timeout_seconds" in caplog.text) is says
 
 
+def test_what_helps_a_full_gpu_is_said(stop, caplog):
+    assert explain(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), stop) is None
+    assert "activation_checkpoint.mode full" in caplog.text
+
+
 COLLECTIVES: dict[str, Callable[[torch.Tensor, dist.ProcessGroup], object]] = {
     "all_reduce": lambda x, group: dist.all_reduce(x, group=group),
     "all_gather": lambda x, group: dist.all_gather([x.clone(), x.clone()], x, group=group),
