@@ -23,7 +23,7 @@ from flame.dry_run.command import is_dry, planned_size
 from flame.errors import UserError
 from flame.launch import ahead, exit_codes, notes
 from flame.launch.caches import set_up_caches
-from flame.launch.layout import Layout, free_port, read_layout, threads_per_process
+from flame.launch.layout import Layout, check_port, free_port, read_layout, threads_per_process
 from flame.launch.stop_signals import SIGNALS, SignalWatcher, exit_when_asked
 from flame.launch.versions import check_versions
 from flame.parallel.degrees import resolve_degrees
@@ -53,8 +53,10 @@ def main(argv: list[str], trainer: str = TRAINER) -> int:
         resolve_degrees(config, planned_size(config, layout.world_size))
         for note in set_up_caches(config.job.cache_dir, os.environ):
             print(f"flame: {note}", flush=True)
-        if layout.world_size > 1 and not is_dry(config):
-            make_log_folder(config, layout)
+        if not is_dry(config):
+            check_port(layout)
+            if layout.world_size > 1:
+                make_log_folder(config, layout)
     except UserError as error:
         print(error, file=sys.stderr)
         return exit_codes.USER_ERROR

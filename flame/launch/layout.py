@@ -108,6 +108,24 @@ def free_port() -> int:
     raise UserError("no port between 20000 and 32767 is free on this machine; set MASTER_PORT to one that is")
 
 
+def check_port(layout: Layout) -> None:
+    """Refuse a port that is taken, where the processes of one machine would wait for each other for minutes.
+
+    Raises:
+        UserError: MASTER_PORT cannot be used here.
+    """
+    if layout.num_nodes > 1 or not layout.master_port:  # of several machines one alone has it
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what an earlier run has just left is free
+        try:
+            probe.bind(("", layout.master_port))
+        except OSError as error:
+            raise UserError(
+                f"MASTER_PORT = {layout.master_port}: {error.strerror} on this machine; leave it out or give a free one"
+            ) from error
+
+
 def threads_per_process(layout: Layout) -> int:
     """CPU threads for each process, so that all of them fit the cores this machine lets us use."""
     # Cores that the process may run on: a container or Slurm step often has fewer than the machine.

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import pytest
 from flame.cli.parse import parse_args
 from flame.launch import exit_codes
 from flame.launch import launcher as launch
+from flame.launch.layout import Layout, check_port
 from flame.launch.stop_signals import SAME_REQUEST_SECONDS
 from flame.parallel.degrees import resolve_degrees
 from flame.paths import PACKAGE_ROOT
@@ -174,6 +176,17 @@ def test_a_run_folder_that_cannot_be_made_starts_nothing(tmp_path, monkeypatch, 
     folder = tmp_path / "file" / "run"
     assert launch.main([*JOB, "--job.dump_folder", str(folder)], trainer="missing") == 2
     assert capsys.readouterr().err == f"job.dump_folder = {folder}: cannot be written to: Not a directory\n"
+
+
+@pytest.mark.parametrize("num_processes", ["1", "2"])
+def test_a_port_that_is_taken_starts_nothing(num_processes, monkeypatch, capsys):
+    monkeypatch.setenv("NGPU", num_processes)
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        assert launch.main(JOB, trainer="missing") == 2
+        assert f"MASTER_PORT = {port}: Address already in use" in capsys.readouterr().err
+        check_port(Layout(2, 1, "elsewhere", port, "0"))
 
 
 def test_ranks_that_the_data_cannot_be_dealt_to_start_nothing(monkeypatch, capsys):
