@@ -69,11 +69,11 @@ def load_rows(spec, streaming: bool = False):
     """
     path = Path(spec.dataset).expanduser()
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-        _check_unused(spec, "a folder of save_to_disk")
+        check_unused(spec, "a folder of save_to_disk")
         return _load_saved(spec, path)
     files = expand_files(spec.dataset)
     if files:
-        _check_unused(spec, "a file")
+        check_unused(spec, "a file")
         if not any(is_url(file) or Path(file).stat().st_size for file in files):
             raise UserError(f"--training.dataset {spec.dataset}: it is empty")
         builder = _builder_for(spec.dataset, files)
@@ -92,7 +92,7 @@ def load_rows(spec, streaming: bool = False):
     return _load(spec, target, streaming, name=spec.name or None, **options)
 
 
-def _check_unused(spec, kind: str) -> None:
+def check_unused(spec, kind: str) -> None:
     """Name what a source of this kind has no use for: what chooses files is refused, a config's name is not read.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from flame.data.columns import choose_column, holds_lists, holds_mixed, token_ids
-from flame.data.loading import StreamedRows, load_rows
+from flame.data.loading import StreamedRows, check_unused, load_rows
 from flame.data.shards import ShardedSource
 from flame.data.stdlib import read_stdlib_texts
 from flame.errors import UserError
@@ -148,6 +148,9 @@ def open_source(spec: SourceSpec, text_column: str = "", streaming: bool = False
     if spec.dataset.startswith(BUILTIN_PREFIX):
         if spec.dataset != "builtin:stdlib":
             raise UserError(f"--training.dataset {spec.dataset}: the one embedded corpus is builtin:stdlib")
+        check_unused(spec, "the embedded corpus")
+        if spec.split != "train":
+            raise UserError(f"--training.dataset_split {spec.split}: {spec.dataset} has train alone")
         return TextSource(spec.dataset, read_stdlib_texts())
     rows = load_rows(spec, streaming)
     if isinstance(rows, StreamedRows):

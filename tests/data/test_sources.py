@@ -102,3 +102,17 @@ def test_a_split_without_rows_is_refused(tmp_path):
 def test_unknown_embedded_corpus():
     with pytest.raises(UserError, match="builtin:stdlib"):
         open_source(SourceSpec("builtin:books"))
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ({"split": "test"}, "--training.dataset_split test: builtin:stdlib has train alone"),
+        ({"data_dir": "x"}, "--training.data_dir x: builtin:stdlib is the embedded corpus, which has none"),
+        ({"data_files": ("*.py",)}, "--training.data_files"),
+    ],
+)
+def test_the_embedded_corpus_has_no_parts(options, fault):
+    with pytest.raises(UserError) as refused:
+        open_source(SourceSpec("builtin:stdlib", **options))
+    assert str(refused.value).startswith(fault)
