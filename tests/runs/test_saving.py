@@ -28,6 +28,11 @@ def saved(tmp_path_factory):
         Job(folder / name, SPIKES | {"training.steps": steps}, fault="jump_at_step_12")
         for name, steps in (("spikes", "14"), ("spikes_resumed", "11"), ("spikes_resumed", "14"))
     ]
+    weights = {"checkpoint.last_save_model_weights_only": "true", "checkpoint.export_dtype": "bfloat16"}
+    jobs += [
+        Job(folder / "weights", SAVING | options)
+        for options in (weights | {"training.steps": "4"}, {"training.steps": "6"})
+    ]
     codes, outputs = run_ranks(jobs, world_size=2)
     assert codes == [[0] * len(jobs)] * 2, outputs[0][-3000:]
     return {job.folder.name: job for job in jobs}, outputs[0]
@@ -51,6 +56,18 @@ def test_a_run_goes_on_from_a_checkpoint_that_was_written_in_the_background(save
     assert steps(jobs["async"]) == [8, 10, 12]
     assert steps(jobs["async_with_pinned_mem"]) == [6, 8, 10]
     assert not list((jobs["async_with_pinned_mem"].folder / "checkpoint").glob(".*"))
+
+
+def test_a_run_goes_on_from_weights_alone(saved):
+    jobs, output = saved
+    job = jobs["weights"]
+    manifest = list_steps(job.folder / "checkpoint").complete[4]
+    assert manifest.dtype == "bfloat16" and "optimizer" not in manifest.contents
+    assert job.series("step") == [1, 2, 3, 4, 5, 6]
+    assert job.series("tokens") == jobs["disabled"].series("tokens")[:6]
+    assert job.series("loss")[:4] == jobs["disabled"].series("loss")[:4]
+    assert job.series("loss")[4] == pytest.approx(jobs["disabled"].series("loss")[4], abs=0.01)  # rounded weights
+    assert "the optimizer starts fresh" in output
 
 
 def test_all_ranks_save_by_the_clock_of_one(saved):
