@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, device
@@ -14,12 +15,17 @@ class HostCopy:
 
     Attributes:
         values: on the CPU.
-        derived: results that are worth keeping as long as the tensor, by any key.
     """
 
     def __init__(self, values: Tensor):
         self.values = values
-        self.derived: dict[Any, Any] = {}
+        self._derived: dict[Any, Any] = {}
+
+    def once(self, key: Any, compute: Callable[[], Any]) -> Any:
+        """What ``compute`` gives, called the first time that the key is asked for and kept as long as the tensor."""
+        if key not in self._derived:
+            self._derived[key] = compute()
+        return self._derived[key]
 
 
 def send(values: Tensor, target: device) -> Tensor:

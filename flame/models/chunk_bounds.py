@@ -50,7 +50,7 @@ def make_chunk_indices(original: Callable) -> Callable:
             chunk = torch.arange(len(document)) - first[document]
             return send(torch.stack([document, chunk], 1).to(cu_seqlens.dtype), cu_seqlens.device)
 
-        return _once(known, ("indices", chunk_size), compute)
+        return known.once(("indices", chunk_size), compute)
 
     return prepare_chunk_indices
 
@@ -70,7 +70,7 @@ def make_chunk_offsets(original: Callable) -> Callable:
             result.num_chunks = offsets[-1]
             return result
 
-        return _once(known, ("offsets", chunk_size), compute)
+        return known.once(("offsets", chunk_size), compute)
 
     return prepare_chunk_offsets
 
@@ -82,7 +82,7 @@ def make_max_num_splits(original: Callable) -> Callable:
         known = host_copy(cu_seqlens)
         if known is None:
             return original(cu_seqlens, chunk_size, cu_seqlens_cpu)
-        return _once(known, ("splits", chunk_size), lambda: int(_chunk_counts(known, chunk_size).max()))
+        return known.once(("splits", chunk_size), lambda: int(_chunk_counts(known, chunk_size).max()))
 
     return get_max_num_splits
 
@@ -94,7 +94,7 @@ def make_maxlens(original: Callable) -> Callable:
         known = host_copy(cu_seqlens)
         if known is None:
             return original(cu_seqlens)
-        return _once(known, "longest", lambda: int(known.values.diff().max()))
+        return known.once("longest", lambda: int(known.values.diff().max()))
 
     return prepare_maxlens
 
@@ -102,9 +102,3 @@ def make_maxlens(original: Callable) -> Callable:
 def _chunk_counts(known: HostCopy, chunk_size: int) -> Tensor:
     """Chunks of each document, int64 [N]; the last chunk of each may be short."""
     return (known.values.long().diff() + chunk_size - 1) // chunk_size
-
-
-def _once(known: HostCopy, key: Any, compute: Callable[[], Any]) -> Any:
-    if key not in known.derived:
-        known.derived[key] = compute()
-    return known.derived[key]

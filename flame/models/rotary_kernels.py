@@ -112,10 +112,9 @@ def positions_of(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     batch_size, num_tokens = x.shape[:2]
     if cu_seqlens is None:
         return torch.arange(num_tokens, dtype=torch.int32, device=x.device).repeat(batch_size)
-    known = host_copy(cu_seqlens)
-    if known is None:
+
+    def compute() -> Tensor:
         return document_position_ids(cu_seqlens, num_tokens).int().flatten()
-    key = ("positions", num_tokens)
-    if key not in known.derived:  # once for all layers
-        known.derived[key] = document_position_ids(cu_seqlens, num_tokens).int().flatten()
-    return known.derived[key]
+
+    known = host_copy(cu_seqlens)
+    return compute() if known is None else known.once(("positions", num_tokens), compute)  # for all layers
