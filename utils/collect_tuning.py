@@ -28,6 +28,7 @@ sys.path.insert(0, str(ROOT))  # run from a checkout, flame need not be installe
 
 from flame.errors import UserError  # noqa: E402
 from flame.models.tuned import FOLDER, describe, key_text, read_results  # noqa: E402
+from flame.utils.parts import write_whole  # noqa: E402
 
 PACKAGES = ("triton", "flash-linear-attention")
 
@@ -111,9 +112,8 @@ def main(arguments: list[str] | None = None) -> int:
         kernels = old
         for folder in options.cache:
             kernels = merge(kernels, read_cache(folder))
-        unfinished = path.with_name(f".{path.name}")
-        unfinished.write_text(as_text({"measured": measured, "kernels": kernels}), encoding="utf-8")
-        unfinished.replace(path)  # whole at any moment: a run may be reading it
+        with write_whole(path) as unfinished:  # a run may be reading it
+            unfinished.write_text(as_text({"measured": measured, "kernels": kernels}), encoding="utf-8")
     count = sum(map(len, kernels.values()))
     print(f"{path}: {count} results of {len(kernels)} kernels, {count - sum(map(len, old.values()))} more than before")
     return 0
