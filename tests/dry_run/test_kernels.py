@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
 from flame.cli.parse import parse_args
 from flame.models.backend import import_fla, uninstall
+from tests.hopper import compile_for_hopper
 
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
@@ -22,15 +22,8 @@ JOB += ["--training.dataset", "builtin:stdlib", "--training.varlen", "--training
 @pytest.fixture
 def hopper(tmp_path, monkeypatch):
     """A Hopper GPU to plan for, with an empty cache."""
-    from triton.backends.compiler import GPUTarget
-
     import_fla()  # which looks at the device
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    target = GPUTarget("cuda", 90, 32)
-    driver = SimpleNamespace(
-        get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0
-    )
-    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    compile_for_hopper(tmp_path, monkeypatch)
     yield
     uninstall()
 
