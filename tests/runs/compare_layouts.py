@@ -59,6 +59,7 @@ class Comparison:
         common = {
             "model.config": str(options.config.resolve()),
             "optimizer.lr": str(options.lr),
+            "optimizer.eps": "1e-8",
             "training.batch_size": "1",
             "training.seq_len": str(options.seq_len),
             "training.context_len": str(options.context_len),

@@ -125,14 +125,11 @@ def data_ranks(layout: Layout) -> int:
 def sequences_of(name: str, family: str) -> int:
     """Sequences in a step of a cell.
 
-    Two are quick. Four give a pipeline micro-batches and four ranks one each; with two, AdamW makes more of the
-    rounding of tensor parallelism than these bounds allow, and in gla, which feels it the most, also with four: one
-    process with a row at a time ends 1e-5 from one with two rows.
+    Two are quick. Four give a pipeline micro-batches, four ranks one each, and the other layouts two to accumulate, which
+    gla and tensor parallelism do.
     """
-    if family == "gla" and "PP" not in name and "CP" not in name:
-        return 8
     is_quick = data_ranks(LAYOUTS[name]) < 4 and "PP" not in name and ("TP" not in name or "CP" in name)
-    return 2 if is_quick else 4
+    return 2 if is_quick and family != "gla" else 4
 
 
 def options_of(family: str) -> dict[str, str]:
