@@ -255,6 +255,32 @@ class Training:
 
 
 @dataclass
+class Validation:
+    """The loss on held-out data while the model trains"""
+
+    dataset: list[str] = option([])
+    """Held-out data, in the forms that training.dataset takes. Empty: no validation."""
+    dataset_name: list[str] = option([])
+    """Name of the dataset's config, one for each dataset, or one for all."""
+    dataset_split: list[str] = option([])
+    """Split to validate on, one for each dataset, or one for all. Unset: validation, and train for files, which have
+    no other."""
+    data_dir: list[str] = option([])
+    """Folder inside the dataset to read, one for each dataset, or one for all."""
+    data_files: list[str] = option([])
+    """Files or globs inside the dataset to read; with several datasets, one for each, or one for all."""
+    text_column: str = option("")
+    """Column that holds the text. Empty: text, else content."""
+    streaming: bool = option(False)
+    """Read no more of the datasets than validation.num_tokens needs, instead of preparing them on disk first."""
+    interval: int = option(500, minimum=1)
+    """Steps from one validation to the next; the last step is always followed by one."""
+    num_tokens: int = option(2**20, minimum=0)
+    """Validate on so many tokens, in whole sequences of training.seq_len: the same documents every time, whatever
+    training.seed is. They stay in memory. 0: all."""
+
+
+@dataclass
 class Metrics:
     """What is logged, and where"""
 
@@ -464,6 +490,7 @@ class JobConfig:
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     training: Training = field(default_factory=Training)
+    validation: Validation = field(default_factory=Validation)
     metrics: Metrics = field(default_factory=Metrics)
     experimental: Experimental = field(default_factory=Experimental)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)

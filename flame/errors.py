@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 EXIT_USER_ERROR = 2
 
 
@@ -22,3 +24,10 @@ class ConfigError(UserError):
 
 class WorkerDied(RuntimeError):
     """A data worker was killed, mostly by the system for want of memory; the message says which and what helps."""
+
+
+def translate_flags(message: str, flags: Mapping[str, str]) -> str:
+    """A message with options replaced by those that stand for them in another place, by their names without ``--``."""
+    for name in sorted(flags, key=len, reverse=True):  # training.dataset is the beginning of others
+        message = message.replace(f"--{name}", f"--{flags[name]}")
+    return message

@@ -28,6 +28,7 @@ from flame.training.optimizer import set_lr, step_unless
 from flame.training.preemption import Stopped, StopRequest
 from flame.training.run import Run
 from flame.training.runtime import seed_step
+from flame.training.validation import validate
 
 logger = logging.getLogger("flame.train")  # not __name__, which is __main__ under python -m
 
@@ -111,11 +112,17 @@ def train_loop(run: Run) -> bool:
         if run.is_log_step:
             run.log_step()
         run.check_bad_steps()
+        if run.should_validate() and not validate(run):
+            stop_training(run)
+            return False
         if run.should_save():
             run.try_save()
         run.end_step()
     if run.meter.num_steps:
         run.log_step()
+    if run.should_validate_last() and not validate(run):
+        stop_training(run)
+        return False
     run.save(last=True)
     return True
 

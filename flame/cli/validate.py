@@ -194,19 +194,31 @@ def _check_blocks(config: JobConfig) -> Iterator[Fault]:
 
 
 def _check_datasets(config: JobConfig) -> Iterator[Fault]:
-    training = config.training
-    count = len(training.dataset)
-    if count > 1 and not all(training.dataset):
-        yield _fault(config, "training.dataset", "an entry between two commas is empty")
-    for key in ("dataset_name", "dataset_split", "data_dir", "data_files", "data_probs"):
-        given = len(getattr(training, key))
-        one_for_all = given == 1 and key != "data_probs"
-        files_of_one = count == 1 and key == "data_files"
-        if given and given != count and not one_for_all and not files_of_one:
-            choice = "give one for each" + ("" if key == "data_probs" else ", or one for all")
-            yield _fault(config, f"training.{key}", f"{given} for {count} datasets; {choice}")
+    training, validation = config.training, config.validation
+    yield from _check_siblings(config, "training", for_each=("data_probs",))
+    if any(validation.dataset):
+        yield from _check_siblings(config, "validation")
+    else:
+        for name, option in names.options().items():
+            if name.startswith("validation.") and _value(config, name) != default_of(option):
+                yield _fault(config, name, "goes with validation.dataset, which is not given")
     if training.data_probs and not math.isclose(sum(training.data_probs), 1, abs_tol=1e-6):
         yield _fault(config, "training.data_probs", f"must sum to 1, not {sum(training.data_probs):g}")
+
+
+def _check_siblings(config: JobConfig, section: str, for_each: tuple[str, ...] = ()) -> Iterator[Fault]:
+    """Each list beside the datasets has one entry for each of them, or one for all but in those of ``for_each``."""
+    datasets = getattr(config, section).dataset
+    count = len(datasets)
+    if count > 1 and not all(datasets):
+        yield _fault(config, f"{section}.dataset", "an entry between two commas is empty")
+    for key in ("dataset_name", "dataset_split", "data_dir", "data_files", *for_each):
+        given = len(getattr(getattr(config, section), key))
+        one_for_all = given == 1 and key not in for_each
+        files_of_one = count == 1 and key == "data_files"
+        if given and given != count and not one_for_all and not files_of_one:
+            choice = "give one for each" + ("" if key in for_each else ", or one for all")
+            yield _fault(config, f"{section}.{key}", f"{given} for {count} datasets; {choice}")
 
 
 def _check_checkpoints(config: JobConfig) -> Iterator[Fault]:

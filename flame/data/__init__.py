@@ -16,6 +16,7 @@ streams       the logical streams: they draw documents, read ahead and tokenise 
 pack          documents to sequences: inputs, targets, document boundaries
 workers       the processes that make sequences
 loader        one rank's share of the global order, as instances of ``batch``
+held_out      the same, read once for validation
 prefetch      the next step's batches on the device ahead of use
 state         what is saved, and merged over ranks
 fingerprint   what tells one job's data from another's

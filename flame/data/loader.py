@@ -238,13 +238,9 @@ class DataLoader:
 
     def _join(self, numbers: range, sequences: dict[int, Sequence]) -> Batch:
         training = self.training
-        parts = [sequences.get(number) or self._padding() for number in numbers]
+        parts = [sequences.get(number) or padding(self.plan) for number in numbers]
         batch = join_sequences(parts, list(numbers), training.varlen, training.log_data_hash)
         return batch.pin_memory() if training.pin_memory and torch.cuda.is_available() else batch
-
-    def _padding(self) -> Sequence:
-        plan = self.plan
-        return pack_sequence(StreamBuffer(StreamState()), plan.seq_len, plan.context_len, plan.encoder.pad_id)
 
 
 def make_order(source: Source | ShardedSource, index: int, training) -> RowOrder | ShardOrder:
@@ -253,6 +249,26 @@ def make_order(source: Source | ShardedSource, index: int, training) -> RowOrder
     if isinstance(source, ShardedSource):
         return ShardOrder(source.num_shards, num_streams=training.num_streams, **options)
     return RowOrder(len(source), num_streams=training.num_streams, **options)
+
+
+def make_plan(sources: list[Source | ShardedSource], tokenizer, training) -> DataPlan:
+    """What the sequences from some sources hold, by the options of the ``[training]`` section."""
+    return DataPlan(
+        sources=sources,
+        orders=[make_order(source, index, training) for index, source in enumerate(sources)],
+        encoder=DocumentEncoder(tokenizer, training.add_bos, training.add_eos),
+        num_streams=training.num_streams,
+        seq_len=training.seq_len,
+        context_len=min(training.context_len, training.seq_len) if training.varlen else training.seq_len,
+        max_epochs=training.max_epochs,
+        skip_bad_rows=training.on_bad_row == "skip",
+        mixture=Mixture(training.data_probs or [1.0] * len(sources), training.seed),
+    )
+
+
+def padding(plan: DataPlan) -> Sequence:
+    """A sequence without targets."""
+    return pack_sequence(StreamBuffer(StreamState()), plan.seq_len, plan.context_len, plan.encoder.pad_id)
 
 
 def build_dataloader(
@@ -278,17 +294,5 @@ def build_dataloader(
     training = config.training
     with prepare or nullcontext():
         sources = open_sources(training)
-    encoder = DocumentEncoder(tokenizer, training.add_bos, training.add_eos)
-    context_len = min(training.context_len, training.seq_len) if training.varlen else training.seq_len
-    plan = DataPlan(
-        sources=sources,
-        orders=[make_order(source, index, training) for index, source in enumerate(sources)],
-        encoder=encoder,
-        num_streams=training.num_streams,
-        seq_len=training.seq_len,
-        context_len=context_len,
-        max_epochs=training.max_epochs,
-        skip_bad_rows=training.on_bad_row == "skip",
-        mixture=Mixture(training.data_probs or [1.0] * len(sources), training.seed),
-    )
+    plan = make_plan(sources, tokenizer, training)
     return DataLoader(plan, plan_fingerprint(plan, training), training, dp_rank, dp_size, gather)

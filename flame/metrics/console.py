@@ -94,6 +94,13 @@ def step_line(row: dict, total_steps: int, eta_s: float | None = None, color: bo
     return "  ".join(parts)
 
 
+def validation_line(row: dict, total_steps: int, color: bool = False) -> str:
+    """One line for a validation: ``step  40/400  validation: loss 5.1234, perplexity 167.9``."""
+    width = len(str(total_steps))
+    step = paint(f"step {row['step']:>{width}}/{total_steps}", CYAN, color)
+    return f"{step}  {paint('validation: loss {val_loss:.4f}, perplexity {val_ppl:.2f}'.format(**row), GREEN, color)}"
+
+
 # (key, how it reads, colour)
 STEP_PARTS = (
     ("loss", "loss {:7.4f}", GREEN),

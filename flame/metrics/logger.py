@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flame.config import JobConfig
 from flame.metrics import jsonl
-from flame.metrics.console import has_colors, step_line
+from flame.metrics.console import has_colors, step_line, validation_line
 from flame.metrics.keys import scalars
 from flame.metrics.tensorboard import TensorBoardWriter
 from flame.metrics.wandb import WandbWriter
@@ -56,6 +56,8 @@ class MetricLogger:
             self._jsonl.write(row)
             if "loss" in row:
                 logger.info(step_line(row, self.total_steps, self._eta(row), self._color))
+            elif "val_loss" in row:
+                logger.info(validation_line(row, self.total_steps, self._color))
         for writer in self._writers:
             writer.write(row["step"], scalars(row))
 

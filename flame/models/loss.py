@@ -132,7 +132,12 @@ _UNKNOWN_SCALINGS = ("lm_head_multiplier", "output_multiplier_scale", "mup_width
 
 def is_fla_model(model: nn.Module) -> bool:
     """Whether the model's class comes from flash-linear-attention (and takes cu_seqlens)."""
-    return any(cls.__module__.startswith("fla.") for cls in type(model).__mro__)
+    return is_of_fla(model)
+
+
+def is_of_fla(module: nn.Module) -> bool:
+    """Whether the class of a module, whatever wraps it, comes from flash-linear-attention."""
+    return any(cls.__module__.startswith("fla.") for cls in type(module).__mro__)
 
 
 def takes_cu_seqlens(model: nn.Module) -> bool:

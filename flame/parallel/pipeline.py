@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,22 +100,30 @@ class Pipeline:
         Returns:
             That sum, without the factor, on the rank of the last stage; 0 on the others.
         """
+        total = self._run(self.schedule.step, batches, factor)
+        for parameter, group in self.shared:
+            if parameter.grad is None:  # no block of this stage has used it
+                parameter.grad = torch.zeros_like(parameter)
+            grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            dist.all_reduce(grad, group=group)
+        return total / factor
+
+    def evaluate(self, batches: list[Batch]) -> Tensor:
+        """The sum of the token losses of as many micro-batches as a step has, without gradients; returned as there."""
+        return self._run(self.schedule.eval, batches, torch.ones((), device=self.device))
+
+    def _run(self, schedule: Callable[..., Any], batches: list[Batch], factor: Tensor) -> Tensor:
+        """Send the micro-batches through the stages; the sum of their losses times ``factor``."""
         self.microbatches.fill(batches, self.device)
         self.microbatches.factor = factor
         numbers = torch.arange(len(batches))
         inputs = (torch.cat([batch.input_ids for batch in self.microbatches.batches]),) if self.has_first else ()
         losses: list[Tensor] | None = [] if self.has_last else None
         target = numbers if self.has_last else None
-        self.schedule.step(*inputs, number=numbers, target=target, losses=losses, return_outputs=False)
-        for parameter, group in self.shared:
-            if parameter.grad is None:  # no block of this stage has used it
-                parameter.grad = torch.zeros_like(parameter)
-            grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-            dist.all_reduce(grad, group=group)
+        schedule(*inputs, number=numbers, target=target, losses=losses, return_outputs=False)
         if self.microbatches.context is not None:
             self.microbatches.context.leave()
-        total = torch.stack([each.detach() for each in losses]).sum() if losses else torch.zeros((), device=self.device)
-        return total / factor
+        return torch.stack([each.detach() for each in losses]).sum() if losses else torch.zeros((), device=self.device)
 
     def _scaled(self, output: Tensor, _number: Tensor) -> Tensor:
         return output.sum() * self.microbatches.factor

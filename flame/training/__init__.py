@@ -13,6 +13,7 @@ run                what the loop works with
 lengths            tokens of a step and of a document
 optimizer          parameter groups and the update, ``lr_scheduler`` its learning rate
 bad_steps          updates that are left out
+validation         the loss on held-out text
 saving             when a checkpoint is written
 finish             the model in Hugging Face format, the report, the sample
 preemption         being asked to stop

@@ -10,6 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from flame.checkpoint.manager import CheckpointManager
 from flame.config import JobConfig
+from flame.data.batch import Batch
+from flame.data.held_out import build_held_out
 from flame.data.loader import build_dataloader
 from flame.data.loading import local_leader_first
 from flame.data.prefetch import DevicePrefetcher
@@ -67,6 +69,7 @@ def build_run(config: JobConfig, stop_request: StopRequest) -> Run:
         # Build.
         settle_attention(config, model_config, dist)
         data = build_data(config, tokenizer, dist)
+        held_out = read_held_out(config, tokenizer, dist)
         built = build_model(model_config, config.model.trust_remote_code)
         check_positions(built.model, document_len(config), document_option(config))
         flops = FlopCounter(built.model)  # of the whole model, before it is cut and shared
@@ -96,6 +99,7 @@ def build_run(config: JobConfig, stop_request: StopRequest) -> Run:
             context=context,
             optimizer=optimizer,
             data=data,
+            held_out=held_out,
             flops=flops,
             saves=saves,
             metrics=metrics,
@@ -153,6 +157,20 @@ def build_data(config: JobConfig, tokenizer: PreTrainedTokenizerBase, dist: Dist
         lambda: build_dataloader(data_config(config), tokenizer, dist.data_rank, dist.data_size, prepare, dist.gather)
     )
     return DevicePrefetcher(loader, dist.device)
+
+
+def read_held_out(config: JobConfig, tokenizer: PreTrainedTokenizerBase, dist: Distributed) -> list[list[Batch]]:
+    """This rank's batches of a validation, prepared as ``build_data`` does.
+
+    Raises:
+        UserError: data that cannot be read.
+    """
+    if not any(config.validation.dataset):
+        return []
+    prepare = local_leader_first(dist.is_local_main, dist.long_barrier)
+    return dist.together(
+        lambda: build_held_out(data_config(config), tokenizer, dist.data_rank, dist.data_size, prepare)
+    )
 
 
 def build_checkpoints(config: JobConfig, dist: Distributed) -> CheckpointManager | None:

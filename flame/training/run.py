@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,6 +67,7 @@ class Run:
         saves: the run's checkpoints, None with ``checkpoint.enable_checkpoint`` off.
         pipeline: what runs the model's stages when it is cut into some.
         context: the ranks that this rank shares its rows with.
+        held_out: this rank's batches of a validation, step by step; none without ``validation.dataset``.
         parameters: the trainable parameters, in the model's order.
     """
 
@@ -78,6 +80,7 @@ class Run:
     context: ContextParallel | None
     optimizer: torch.optim.Optimizer
     data: DevicePrefetcher
+    held_out: list[list[Batch]]
     flops: FlopCounter
     saves: Saves | None
     metrics: MetricLogger
@@ -91,6 +94,7 @@ class Run:
     step: int = 0
     lr: float = 0.0
     parameters: list[nn.Parameter] = field(init=False)
+    validated_step: int = field(init=False, default=-1)
     _first_step: int = field(init=False)
     _data_hash: str | None = field(init=False, default=None)
     _unwritten: UnwrittenRow | None = field(init=False, default=None)
@@ -239,6 +243,26 @@ class Run:
                 f"{error}; the last checkpoint is {last}; resume from an earlier step with another seed, a lower "
                 "optimizer.lr or more warm-up"
             ) from error
+
+    @property
+    def has_validated(self) -> bool:
+        """Whether this process has validated."""
+        return self.validated_step >= 0
+
+    def should_validate(self) -> bool:
+        """Whether a validation is due after this step; that after the last step is another matter."""
+        step, section = self.step, self.config.validation
+        return bool(self.held_out) and step < self.config.training.steps and step % section.interval == 0
+
+    def should_validate_last(self) -> bool:
+        """Whether the model that this process has trained is yet to be validated."""
+        return bool(self.held_out) and self.has_trained and self.validated_step != self.step
+
+    def log_validation(self, loss: torch.Tensor) -> None:
+        """Write a validation's row; ``loss`` is a scalar on the CPU, in nats per token."""
+        self.validated_step = self.step
+        row = {"step": self.step, "val_loss": loss.item(), "val_ppl": loss.exp().item(), "time": time.time()}
+        self.metrics.log(row)
 
     def describe_data(self, batches: list[Batch]) -> str:
         """Where the data of the step in hand lie, and the command that shows them."""

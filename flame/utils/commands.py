@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from flame.errors import EXIT_USER_ERROR, UserError
+from flame.errors import EXIT_USER_ERROR, UserError, translate_flags
 
 INTERRUPTED = 128 + 2  # what a shell gives for SIGINT
 
@@ -80,10 +80,3 @@ def run_command(
         print(f"interrupted; {interrupted}", file=sys.stderr)
         return INTERRUPTED
     return 0
-
-
-def translate_flags(message: str, flags: Mapping[str, str]) -> str:
-    """A message with training's options replaced by those of the command."""
-    for name in sorted(flags, key=len, reverse=True):  # training.dataset is the beginning of others
-        message = message.replace(f"--{name}", f"--{flags[name]}")
-    return message

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flame.cli.parse import parse_args, to_toml
-from flame.config import JobConfig, Training
+from flame.config import JobConfig, Training, Validation
 from flame.dry_run.command import is_dry
 from flame.errors import EXIT_USER_ERROR, UserError
 from flame.launch.caches import inductor_cache, set_up_caches, triton_cache
@@ -72,6 +72,7 @@ def shorten(config: JobConfig, folder: Path) -> None:
     for name in ("dataset_name", "dataset_split", "data_dir", "data_files", "data_probs", "streaming", "text_column"):
         setattr(config.training, name, getattr(defaults, name))
     config.training.dataset = [str(folder / "rows.jsonl")]
+    config.validation = Validation()
     config.training.steps, config.training.max_epochs, config.training.num_workers = 1, 0, 0
     config.lr_scheduler.warmup_steps = 0
     config.job.dump_folder = str(folder / "run")

@@ -251,6 +251,26 @@ def test_one_value_serves_all_datasets(key):
     assert fault.endswith("2 for 3 datasets; give one for each, or one for all")
 
 
+@pytest.mark.parametrize("section", ["training", "validation"])
+def test_an_empty_name_among_datasets_is_a_fault(section):
+    job = ["--model.config", "org/model", "--training.dataset", "x"] if section == "validation" else JOB[:2]
+    with pytest.raises(ConfigError) as error:
+        parse_args([*job, f"--{section}.dataset", "a,,b", f"--{section}.dataset_split", "x,y"])
+    assert [each.partition(" = ")[0] for each in error.value.faults] == [
+        f"--{section}.dataset",
+        f"--{section}.dataset_split",
+    ]
+
+
+@pytest.mark.parametrize(("key", "value"), [("interval", "5"), ("dataset_split", "test"), ("streaming", "true")])
+def test_options_of_validation_need_its_dataset(key, value):
+    (fault,) = faults(f"--validation.{key}", value)
+    assert fault.startswith(f"--validation.{key} = ") and fault.endswith(
+        "goes with validation.dataset, which is not given"
+    )
+    assert faults(f"--validation.{key}", value, "--validation.dataset", "x") == []
+
+
 def test_what_a_job_needs():
     with pytest.raises(ConfigError) as error:
         parse_args(["--model.config", "configs/debug.json/../x.json"])

@@ -88,13 +88,13 @@ def test_all_ranks_have_tensorboard_folders_when_wanted(tmp_path):
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
-def test_validation_rows_are_kept_without_a_step_line(tmp_path, caplog):
+def test_validation_rows_are_kept_and_have_a_line_of_their_own(tmp_path, caplog):
     metric_logger = MetricLogger(make_config(), tmp_path)
     with caplog.at_level(logging.INFO, logger="flame"):
         metric_logger.log({"step": 5, "val_loss": 2.0, "val_ppl": 7.4})
     metric_logger.close()
     assert list(read_rows(tmp_path / "metrics.jsonl")) == [{"step": 5, "val_loss": 2.0, "val_ppl": 7.4}]
-    assert "step" not in caplog.text
+    assert "step  5/20  validation: loss 2.0000, perplexity 7.40" in caplog.text
 
 
 @pytest.mark.parametrize("enabled", [False, True])

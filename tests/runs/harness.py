@@ -25,8 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 JOB_SECONDS = 600
 
 # The demo, cut down: short sequences, constant learning rate, clipping active, every step logged, nothing exported.
-# AdamW's update of a weight whose gradient is about zero has the sign of rounding. With eps 1e-6 such weights stay where
-# they are: ten steps of gla on TP2xCP2 differ by 3e-6 from one process, not by 1e-4.
+# AdamW's update of a weight whose gradient is about zero has the sign of rounding. With eps 1e-6 such weights stay
+# where they are: ten steps of gla on TP2xCP2 differ by 3e-6 from one process, not by 1e-4.
 BASE = {
     "job.config_file": "configs/debug.toml",
     "job.sample_prompt": "",
@@ -66,7 +66,8 @@ class Job:
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
 
     def series(self, key: str) -> list[float]:
-        return [row[key] for row in self.rows()]
+        """A number of every logged step, or of every validation where its name begins with ``val_``."""
+        return [row[key] for row in self.rows() if ("val_loss" in row) == key.startswith("val_")]
 
 
 def run_jobs(jobs: list[Job], world_size: int = 1, timeout: float = JOB_SECONDS) -> list[int]:

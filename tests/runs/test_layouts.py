@@ -125,8 +125,8 @@ def data_ranks(layout: Layout) -> int:
 def sequences_of(name: str, family: str) -> int:
     """Sequences in a step of a cell.
 
-    Two are quick. Four give a pipeline micro-batches, four ranks one each, and the other layouts two to accumulate, which
-    gla and tensor parallelism do.
+    Two are quick. Four give a pipeline micro-batches, four ranks one each, and the other layouts two to accumulate,
+    which gla and tensor parallelism do.
     """
     is_quick = data_ranks(LAYOUTS[name]) < 4 and "PP" not in name and ("TP" not in name or "CP" in name)
     return 2 if is_quick and family != "gla" else 4
@@ -161,7 +161,9 @@ def _job(path, family: str, rows: int, accumulation: int, layout: Layout, fault:
         "training.steps": str(STEPS if family in (*FAMILIES, "sgd") and not fault else STEPS_OF_OTHERS),
         "checkpoint.enable_checkpoint": "false",
     }
-    return Job(path, options_of(family) | steps | layout.options, fault)
+    # Three sequences, which no step of a layout divides into.
+    held_out = {"validation.dataset": "builtin:stdlib", "validation.num_tokens": "192"} if not fault else {}
+    return Job(path, options_of(family) | steps | held_out | layout.options, fault)
 
 
 # Hybrids on PP2xTP2 of which some stages are refused, by what their config sets: the last, or each for its own reason.
@@ -249,6 +251,8 @@ def test_the_losses_are_those_of_one_process(table, layout, family):
     assert one.series("loss") == pytest.approx(job.series("loss"), abs=LAYOUTS[layout].tolerance)
     assert one.series("grad_norm") == pytest.approx(job.series("grad_norm"), rel=LAYOUTS[layout].norm_tolerance)
     assert one.series("tokens") == job.series("tokens")
+    (held_out,) = one.series("val_loss")
+    assert job.series("val_loss") == pytest.approx([held_out], abs=LAYOUTS[layout].tolerance)
     losses = one.series("loss")
     assert losses[0] > 8 and losses[-1] < losses[0], "the runs must learn, or agreeing means nothing"
 

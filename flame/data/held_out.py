@@ -1,0 +1,113 @@
+"""Held-out text: the same packed sequences at every validation, whatever the layout and the seed of the training."""
+
+from __future__ import annotations
+
+import logging
+import math
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import replace
+
+from flame.config import JobConfig, Training, Validation
+from flame.data.batch import Batch, join_sequences
+from flame.data.loader import make_plan, padding
+from flame.data.loading import expand_files
+from flame.data.pack import Sequence
+from flame.data.sources import BUILTIN_PREFIX, open_sources
+from flame.data.streams import DataPlan, StreamReader
+from flame.errors import UserError, translate_flags
+
+logger = logging.getLogger(__name__)
+
+# The same options as in [training], under the same names.
+FLAGS = {
+    f"training.{name}": f"validation.{name}"
+    for name in ("dataset", "dataset_name", "dataset_split", "data_dir", "data_files", "text_column")
+}
+
+
+def build_held_out(
+    config: JobConfig, tokenizer, dp_rank: int = 0, dp_size: int = 1, prepare: AbstractContextManager | None = None
+) -> list[list[Batch]]:
+    """Tokenise and pack one data-parallel rank's share of the held-out text.
+
+    The documents, each once, in an order of their own go into one stream; its sequence i is that of rank i mod dp_size.
+    Every rank reads all of them, since which document a sequence begins with depends on those before it.
+
+    Args:
+        config: the job's config; its ``validation`` section is read, and what ``training`` says of rows and packing.
+        tokenizer: a Hugging Face tokenizer.
+        dp_rank, dp_size: this rank's place among the data-parallel ranks.
+        prepare: entered while datasets are downloaded and converted, such as ``local_leader_first``.
+
+    Returns:
+        Steps of as many micro-batches as one of training has, on the CPU; none without ``validation.dataset``. What
+        the last step lacks is padding without targets.
+
+    Raises:
+        UserError: the data does not exist, cannot be used or holds no text.
+    """
+    if not any(config.validation.dataset):
+        return []
+    try:
+        with prepare or nullcontext():
+            sources = open_sources(_with_splits(config.validation))
+        plan = make_plan(sources, tokenizer, _settings(config.training))
+        num_tokens = config.validation.num_tokens
+        wanted = math.ceil(num_tokens / plan.seq_len) if num_tokens else math.inf
+        own, total = _read(plan, wanted, dp_rank, dp_size)
+    except UserError as error:
+        raise UserError(translate_flags(str(error), FLAGS)) from error
+    if not total:
+        raise UserError(f"--validation.dataset {', '.join(config.validation.dataset)}: no row holds any text")
+    steps = _steps(plan, config.training, own, total, dp_rank, dp_size)
+    if dp_rank == 0:
+        logger.info("validation: %d sequences every %d steps", total, config.validation.interval)
+    return steps
+
+
+def _with_splits(validation: Validation) -> Validation:
+    """The section with a split for each dataset."""
+    splits = ["train" if _has_only_train(dataset) else "validation" for dataset in validation.dataset]
+    return replace(validation, dataset_split=validation.dataset_split or splits)
+
+
+def _has_only_train(dataset: str) -> bool:
+    return dataset.startswith(BUILTIN_PREFIX) or bool(expand_files(dataset))
+
+
+def _settings(training: Training) -> Training:
+    """How held-out text is read and packed: as in training, but once, in one stream and an order that is always so."""
+    return replace(training, seed=0, shuffle="global", num_streams=1, max_epochs=1, data_probs=[])
+
+
+def _read(plan: DataPlan, wanted: float, dp_rank: int, dp_size: int) -> tuple[dict[int, Sequence], int]:
+    """This rank's sequences by their numbers, and how many all ranks have."""
+    own: dict[int, Sequence] = {}
+    total = 0
+    with closing(iter(StreamReader(plan, [0], [plan.start_state(0)]))) as sequences:
+        for sequence in sequences:
+            if sequence.is_empty:
+                continue
+            if total % dp_size == dp_rank:
+                own[total] = sequence
+            total += 1
+            if total >= wanted:
+                break
+    return own, total
+
+
+def _steps(
+    plan: DataPlan, training: Training, own: dict[int, Sequence], total: int, dp_rank: int, dp_size: int
+) -> list[list[Batch]]:
+    rows, accumulation = training.batch_size, training.gradient_accumulation_steps
+    num_steps = math.ceil(total / (rows * accumulation * dp_size))
+    numbers = range(dp_rank, num_steps * rows * accumulation * dp_size, dp_size)
+    batches = [
+        _join(plan, training.varlen, own, list(numbers[start : start + rows])) for start in range(0, len(numbers), rows)
+    ]
+    return [batches[start : start + accumulation] for start in range(0, len(batches), accumulation)]
+
+
+def _join(plan: DataPlan, varlen: bool, own: dict[int, Sequence], numbers: list[int]) -> Batch:
+    parts = [own.get(number) or padding(plan) for number in numbers]
+    return join_sequences(parts, numbers, varlen, with_digests=False)
