@@ -29,6 +29,8 @@ INTERVAL = 4
 # Of a rank's numbers; the others are times.
 EXACT = ("step", "loss", "max_loss", "grad_norm", "lr", "tokens", "skipped_steps", "data_hash")
 OTHERS_SECONDS = 30.0
+# Eight held-out sequences behind every third step.
+VALIDATED = {"validation.dataset": "builtin:stdlib", "validation.interval": "3", "validation.num_tokens": "512"}
 NEW_LAYOUT_STEPS = 10
 
 
@@ -99,7 +101,10 @@ class Killer:
             largest, faults = max(largest, change), faults + fault
             show(number, kill, world, start)
         faults += self._finish(killed, self.worlds[num_kills % len(self.worlds)])
-        faults += compare_runs(rows_of(whole), rows_of(killed), self.steps, exact=len(set(self.worlds)) == 1)
+        exact = len(set(self.worlds)) == 1
+        faults += compare_runs(rows_of(whole), rows_of(killed), self.steps, exact)
+        held_out = (rows_of(folder, "val_loss") for folder in (whole, killed))
+        faults += compare_validations(*held_out, is_all=True, exact=exact)
         return Result(done, faults, time.monotonic() - started, largest)
 
     def plan(self, num_kills: int) -> list[Kill]:
@@ -171,7 +176,7 @@ class Killer:
     def _start(self, folder: Path, world: int, steps: int | None = None) -> Group:
         """An attempt; every other one saves in the background, and every other two have a data worker for each rank."""
         self.attempts += 1
-        options = {
+        options = VALIDATED | {
             "training.steps": str(steps or self.steps),
             "training.gradient_accumulation_steps": str(max(self.worlds) // world),
             "training.log_data_hash": "true",
@@ -189,11 +194,12 @@ def newest_step(folder: Path) -> int:
     return max(list_steps(folder / "checkpoint").complete, default=0)
 
 
-def rows_of(folder: Path) -> list[dict]:
-    """The whole rows of a run's metrics."""
+def rows_of(folder: Path, key: str = "loss") -> list[dict]:
+    """The whole rows of a run's metrics that hold the key: those of steps, or with ``val_loss`` of validations."""
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [row for row in rows if key in row]
 
 
 def compare_runs(whole: list[dict], killed: list[dict], steps: int, exact: bool) -> list[str]:
@@ -204,6 +210,18 @@ def compare_runs(whole: list[dict], killed: list[dict], steps: int, exact: bool)
     for left, right in zip(whole, killed, strict=False):
         keys = EXACT if exact else ("step", "tokens", "data_hash")
         faults += [f"step {left['step']}: {key} {left[key]} != {right[key]}" for key in keys if left[key] != right[key]]
+    return faults
+
+
+def compare_validations(whole: list[dict], other: list[dict], is_all: bool, exact: bool) -> list[str]:
+    """What is wrong with the validations of a run that was stopped; without ``is_all`` some may be missing."""
+    expected, steps = {row["step"]: row["val_loss"] for row in whole}, [row["step"] for row in other]
+    faults = []
+    if steps != sorted(set(steps)) or not set(steps) <= set(expected) or (is_all and len(steps) < len(expected)):
+        faults.append(f"validations missing or doubled: {steps}, not {list(expected)}")
+    elif exact:
+        losses = {row["step"]: row["val_loss"] for row in other}
+        faults += [f"step {n}: val_loss {expected[n]} != {losses[n]}" for n in steps if expected[n] != losses[n]]
     return faults
 
 

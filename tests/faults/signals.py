@@ -23,7 +23,7 @@ from pathlib import Path
 
 from flame.launch import exit_codes
 from flame.launch.layout import free_port
-from tests.faults.kill import compare_runs, newest_step, rows_of
+from tests.faults.kill import VALIDATED, compare_runs, compare_validations, newest_step, rows_of
 from tests.runs.harness import ROOT, Job, user_environment
 
 TARGETS = ("bash train.sh", "torchrun", "a rank")
@@ -82,7 +82,9 @@ class Signaller:
             process = self._start(folder, "bash train.sh", steps)
             if process.wait(900) != exit_codes.OK:
                 return [f"{folder.name} ended with {process.returncode}, see {self.log.name}"]
-        return compare_runs(rows_of(undisturbed), rows_of(self.folder), steps, exact=True)
+        faults = compare_runs(rows_of(undisturbed), rows_of(self.folder), steps, exact=True)
+        held_out = (rows_of(folder, "val_loss") for folder in (undisturbed, self.folder))
+        return faults + compare_validations(*held_out, is_all=False, exact=True)  # a signal ends one without a row
 
     def _attempt(self, number: signal.Signals, target: str, while_starting: bool) -> tuple[Attempt, list[str]]:
         before = last_step(self.folder)
@@ -124,7 +126,7 @@ class Signaller:
         return self.random.choice(ranks) if target == "a rank" and ranks else process.pid
 
     def _start(self, folder: Path, target: str, steps: int = 100_000) -> subprocess.Popen:
-        options = {
+        options = VALIDATED | {
             "training.steps": str(steps),
             "training.num_workers": "1",
             "training.log_data_hash": "true",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from tests.faults.kill import compare_layouts, compare_runs
+from tests.faults.kill import compare_layouts, compare_runs, compare_validations
 from tests.runs.harness import ROOT, user_environment
 
 ROWS = [
@@ -35,3 +35,15 @@ def test_the_comparison_sees_what_is_lost():
     assert compare_layouts(ROWS, [row | {"loss": row["loss"] + 2e-4} for row in ROWS[:2]])[1] == [
         f"step {step}: the losses of the layouts differ by 2.0e-04" for step in (1, 2)
     ]
+
+
+def test_the_comparison_sees_validations_that_are_lost():
+    whole = [{"step": step, "val_loss": 1 / step} for step in (3, 6, 9)]
+    assert compare_validations(whole, whole, is_all=True, exact=True) == []
+    assert compare_validations(whole, whole[::2], is_all=False, exact=True) == []
+    for other in (whole[::2], [*whole, whole[-1]], [*whole, {"step": 10, "val_loss": 0.1}]):
+        (fault,) = compare_validations(whole, other, is_all=True, exact=True)
+        assert "missing or doubled" in fault
+    other = [*whole[:2], {"step": 9, "val_loss": 0.5}]
+    assert compare_validations(whole, other, is_all=True, exact=False) == []
+    assert compare_validations(whole, other, is_all=True, exact=True) == [f"step 9: val_loss {1 / 9} != 0.5"]
