@@ -130,7 +130,11 @@ class Pipeline:
 
 
 class _Stage(PipelineStage):
-    """A stage that takes its micro-batch in the backward too, where blocks may be computed again."""
+    """A stage that takes its micro-batch in the backward too, where blocks may be computed again.
+
+    Without gradients it has none for a neighbour on the same rank: torch's schedules of V shape hand them over in an
+    evaluation too, which torch's stage refuses.
+    """
 
     def __init__(self, microbatches: Microbatches, *args: Any, **options: Any):
         super().__init__(*args, **options)
@@ -143,6 +147,13 @@ class _Stage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
         self._microbatches.take(bwd_chunk_id)
         super().backward_weight_one_chunk(bwd_chunk_id, *args, **options)
+
+    def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor | None, ...]:
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
 
 def _shared_parameters(

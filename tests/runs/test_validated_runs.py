@@ -55,6 +55,35 @@ def test_it_says_the_same_later_and_after_a_resume(runs, name):
     assert untimed(validations(runs[name])) == untimed(validations(runs["with"]))
 
 
+@pytest.fixture(scope="module")
+def pipelines(tmp_path_factory) -> dict[str, tuple[Job, Job]]:
+    """Of each schedule, a run without held-out data and one that validates between its steps."""
+    folder = tmp_path_factory.mktemp("pipelines")
+    held_out = {"validation.dataset": "builtin:stdlib", "validation.interval": "1", "validation.num_tokens": "192"}
+    jobs = {}
+    for schedule in ("1F1B", "ZBVZeroBubble"):
+        options = {
+            "model.config": "tests/runs/untied.json",
+            "experimental.pipeline_parallel_degree": "2",
+            "experimental.pipeline_parallel_schedule": schedule,
+            "training.batch_size": "4",
+            "training.num_streams": "60",
+            "training.steps": "3",
+            "checkpoint.enable_checkpoint": "false",
+        }
+        jobs[schedule] = (Job(folder / schedule, options), Job(folder / f"{schedule}_validated", options | held_out))
+    train_all([job for pair in jobs.values() for job in pair], world_size=2)
+    return jobs
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_a_pipeline_goes_on_as_without(pipelines, schedule):
+    without, validated = pipelines[schedule]
+    assert [row["step"] for row in validations(validated)] == [1, 2, 3]
+    assert [row for row in untimed(validated.rows()) if "loss" in row] == untimed(without.rows())
+    assert validated.series("val_loss") == pytest.approx(pipelines["1F1B"][1].series("val_loss"), abs=1e-5)
+
+
 def test_it_falls_and_is_reported(runs):
     losses = [row["val_loss"] for row in validations(runs["with"])]
     assert 9 > losses[0] > losses[1] > losses[2] > 5
