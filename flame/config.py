@@ -438,9 +438,9 @@ class Comm:
     """Communication between the ranks"""
 
     init_timeout_seconds: int = option(300, minimum=1)
-    """Longest wait for another rank during set-up and the first step."""
+    """Longest wait for another rank during set-up, the first step and the first validation."""
     train_timeout_seconds: int = option(100, minimum=1)
-    """Longest wait for another rank after the first step."""
+    """Longest wait for another rank in later steps and validations."""
     trace_buf_size: int = option(20000, minimum=0)
     """Events that the flight recorder keeps for a hang's report. 0: none."""
 

@@ -260,7 +260,7 @@ def _enable_flight_recorder(comm: Comm, folder: Path) -> None:
 
 
 def set_timeout(seconds: int, job: Distributed) -> None:
-    """Tighten the time-out of collectives once start-up is over; all ranks call it together."""
+    """Change the time-out of collectives from here on; all ranks call it together."""
     dist.barrier()
     if job.device.type == "cuda":
         torch.cuda.synchronize(job.device)

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from flame.data.batch import Batch
 from flame.models.loss import is_of_fla
+from flame.parallel.distributed import set_timeout
+from flame.parallel.fsdp import reshard
 from flame.training.run import Run
 
 
@@ -23,16 +24,21 @@ def validate(run: Run) -> bool:
         UserError: too many training steps in a row were left out.
     """
     run.write_row()
-    comm = run.config.comm
+    comm, is_first = run.config.comm, not run.has_validated
+    timeout = comm.init_timeout_seconds if is_first else comm.train_timeout_seconds
     sums = torch.zeros(2, dtype=torch.float64, device=run.dist.device)  # of losses, of targets
     with run.meter.paused(), torch.no_grad(), evaluating(run.model):
+        if is_first:  # as in the first step, kernels are compiled and tuned
+            set_timeout(timeout, run.dist)
         for batches in run.held_out:
-            run.stacks.arm(comm.train_timeout_seconds if run.has_validated else comm.init_timeout_seconds)
+            run.stacks.arm(timeout)
             if run.stop_request.agreed(run.dist.max):
                 return False
             sums[0] += run.pipeline.evaluate(batches) if run.pipeline else sum_losses(run, batches)
             sums[1] += run.count_targets(batches)
         loss_sum, num_targets = run.dist.sum(sums).tolist()
+        if is_first:
+            set_timeout(comm.train_timeout_seconds, run.dist)
     run.stacks.disarm()
     run.log_validation(torch.tensor(loss_sum / max(num_targets, 1), dtype=torch.float64))
     return True
@@ -64,6 +70,4 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in switched:
             module.training = True
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # a forward without a backward leaves that of the outermost module to its next
+        reshard(model)

@@ -37,6 +37,14 @@ def batch(num_targets: int) -> Batch:
     return Batch(torch.zeros_like(labels), labels)
 
 
+@pytest.fixture(autouse=True)
+def timeouts(monkeypatch) -> list[int]:
+    """Those that a validation has set for collectives."""
+    seconds: list[int] = []
+    monkeypatch.setattr("flame.training.validation.set_timeout", lambda value, _dist: seconds.append(value))
+    return seconds
+
+
 def make_run(held_out, agreed=lambda: False):
     config, rows = JobConfig(), []
     config.training.steps, config.validation.interval = 9, 4
@@ -78,6 +86,17 @@ def test_a_request_to_stop_ends_it_between_two_steps():
     assert not validate(run)
     assert run.rows == [] and run.validated_step == -1 and run.model.dropout.training
     assert list(requests) == []
+
+
+def test_others_are_waited_for_longer_while_the_first_one_compiles(timeouts):
+    run = make_run([[batch(1)], [batch(1)]])
+    armed = []
+    run.stacks.arm = armed.append
+    comm = run.config.comm
+    assert validate(run) and timeouts == [comm.init_timeout_seconds, comm.train_timeout_seconds]
+    run.has_validated = True
+    assert validate(run) and len(timeouts) == 2
+    assert armed == [comm.init_timeout_seconds] * 2 + [comm.train_timeout_seconds] * 2
 
 
 def test_only_what_is_not_of_fla_leaves_training_mode():
