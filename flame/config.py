@@ -263,8 +263,8 @@ class Validation:
     dataset_name: list[str] = option([])
     """Name of the dataset's config, one for each dataset, or one for all."""
     dataset_split: list[str] = option([])
-    """Split to validate on, one for each dataset, or one for all. Unset: validation, and train for files, which have
-    no other."""
+    """Split to validate on, one for each dataset, or one for all. Unset: validation, and train for what has no other,
+    which are files, validation.data_files among them, and a dataset that was saved by itself."""
     data_dir: list[str] = option([])
     """Folder inside the dataset to read, one for each dataset, or one for all."""
     data_files: list[str] = option([])

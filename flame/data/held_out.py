@@ -10,9 +10,8 @@ from dataclasses import replace
 from flame.config import JobConfig, Training, Validation
 from flame.data.batch import Batch, join_sequences
 from flame.data.loader import make_plan, padding
-from flame.data.loading import expand_files
 from flame.data.pack import Sequence
-from flame.data.sources import BUILTIN_PREFIX, open_sources
+from flame.data.sources import has_only_train, open_sources, source_specs
 from flame.data.streams import DataPlan, StreamReader
 from flame.errors import UserError, translate_flags
 
@@ -67,12 +66,8 @@ def build_held_out(
 
 def _with_splits(validation: Validation) -> Validation:
     """The section with a split for each dataset."""
-    splits = ["train" if _has_only_train(dataset) else "validation" for dataset in validation.dataset]
+    splits = ["train" if has_only_train(spec) else "validation" for spec in source_specs(validation)]
     return replace(validation, dataset_split=validation.dataset_split or splits)
-
-
-def _has_only_train(dataset: str) -> bool:
-    return dataset.startswith(BUILTIN_PREFIX) or bool(expand_files(dataset))
 
 
 def _settings(training: Training) -> Training:

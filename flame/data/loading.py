@@ -171,6 +171,12 @@ def _load_saved(spec, path: Path):
     return saved
 
 
+def is_one_saved(dataset: str) -> bool:
+    """Whether a text names a folder that ``Dataset.save_to_disk`` has written, not that of a ``DatasetDict``."""
+    path = Path(dataset).expanduser()
+    return (path / "state.json").is_file() and not (path / "dataset_dict.json").is_file()
+
+
 def expand_files(dataset: str) -> list[str]:
     """The files that a path, a pattern or an address names, sorted; none when it names a folder or a hub's dataset.
 

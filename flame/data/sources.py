@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from flame.data.columns import choose_column, holds_lists, holds_mixed, token_ids
-from flame.data.loading import StreamedRows, check_unused, load_rows
+from flame.data.loading import StreamedRows, check_unused, expand_files, is_one_saved, load_rows
 from flame.data.shards import ShardedSource
 from flame.data.stdlib import read_stdlib_texts
 from flame.errors import UserError
@@ -52,6 +52,12 @@ def source_specs(training) -> list[SourceSpec]:
         )
         for number, dataset in enumerate(training.dataset)
     ]
+
+
+def has_only_train(spec: SourceSpec) -> bool:
+    """Whether a source knows no other split: files, however named, and a dataset that was saved by itself."""
+    is_builtin = spec.dataset.startswith(BUILTIN_PREFIX)
+    return is_builtin or bool(spec.data_files) or is_one_saved(spec.dataset) or bool(expand_files(spec.dataset))
 
 
 class Source(Protocol):

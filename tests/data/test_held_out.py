@@ -102,6 +102,21 @@ def test_the_split_is_validation_where_there_are_several(tmp_path):
     assert count == {(): 8, ("train",): 19}
 
 
+def test_a_dataset_that_was_saved_by_itself_has_no_split(tmp_path):
+    for split in (None, "train", "validation"):
+        dataset = datasets.Dataset.from_dict({"text": numbered_texts([9])}, split=split)
+        dataset.save_to_disk(tmp_path / str(split))
+        ((batch, *_),) = build(str(tmp_path / str(split)), training={"batch_size": 2})
+        assert batch.num_valid == 8
+
+
+def test_files_inside_a_dataset_have_no_split(tmp_path):
+    for name, length in (("seen", 20), ("kept", 9)):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": numbered_texts([length])[0]}) + "\n")
+    steps = build(str(tmp_path), data_files=["kept.jsonl"])
+    assert sum(batch.num_valid for step in steps for batch in step) == 8
+
+
 @pytest.mark.parametrize(
     ("dataset", "validation", "message"),
     [
