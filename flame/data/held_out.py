@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from flame.config import JobConfig, Training, Validation
@@ -79,15 +79,17 @@ def _read(plan: DataPlan, wanted: float, dp_rank: int, dp_size: int) -> tuple[di
     """This rank's sequences by their numbers, and how many all ranks have."""
     own: dict[int, Sequence] = {}
     total = 0
-    with closing(iter(StreamReader(plan, [0], [plan.start_state(0)]))) as sequences:
-        for sequence in sequences:
-            if sequence.is_empty:
-                continue
-            if total % dp_size == dp_rank:
-                own[total] = sequence
-            total += 1
-            if total >= wanted:
-                break
+    reader = StreamReader(plan, [0], [plan.start_state(0)])
+    sequences = iter(reader)  # kept: the reader ends with it, and would not wait for what it tokenises ahead
+    for sequence in sequences:
+        if sequence.is_empty:
+            continue
+        if total % dp_size == dp_rank:
+            own[total] = sequence
+        total += 1
+        if total >= wanted:
+            break
+    reader.ahead.close(wait=True)  # data workers are going to be forked from this process
     return own, total
 
 

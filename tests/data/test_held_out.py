@@ -1,6 +1,7 @@
 """Held-out text is the same for any layout and seed, each document once, and as much of it as asked for."""
 
 import json
+import threading
 
 import datasets
 import pytest
@@ -77,6 +78,11 @@ def test_as_many_tokens_as_asked_for_in_whole_sequences(held_out):
     everything = with_targets(of_all_ranks(held_out, 1))
     first = with_targets(of_all_ranks(held_out, 2, num_tokens=33))
     assert first == {number: everything[number] for number in range(5)}
+
+
+def test_nothing_is_tokenised_any_more_when_data_workers_are_forked():
+    assert sum(len(step) for step in build("builtin:stdlib", num_tokens=8)) == 1
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("tokenizer")]
 
 
 def test_streamed_text_is_the_same_text(held_out):
