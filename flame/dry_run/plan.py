@@ -18,7 +18,7 @@ from flame.models import BuiltModel, build_model, check_positions
 from flame.models.attention import PLANNED_BACKEND
 from flame.models.backend import setup_backend
 from flame.models.flops import FlopCounter, num_parameters
-from flame.models.loss import is_fla_model
+from flame.models.loss import is_of_fla
 from flame.models.mixers import find_mixers
 from flame.parallel.degrees import Degrees, resolve_degrees
 from flame.parallel.distributed import Distributed
@@ -146,7 +146,7 @@ def _notes(config: JobConfig) -> list[str]:
 
 def _cut(config: JobConfig, built: BuiltModel, dist: Distributed, device_type: str) -> PipelineCut:
     """The stages; a model of unknown make is tried on the CPU, with the operators that run there."""
-    if is_fla_model(built.model):
+    if is_of_fla(built.model):
         return cut_model(config, built, dist, CPU)
     setup_backend("auto", CPU.type, "auto", document_len(config))
     cut = cut_model(config, built, dist, CPU)

@@ -59,7 +59,7 @@ def attach_training_forward(model: nn.Module, loss: HeadLoss | None = None) -> n
         UserError: a model whose loss this would not reproduce (see `check_loss_support`).
     """
     check_loss_support(model)
-    if not is_fla_model(model):
+    if not is_of_fla(model):
         use_native_attention(model)
         use_packed_recurrence(model)
     own_forward, loss = model.forward, loss or head_loss(model)
@@ -86,13 +86,13 @@ def training_loss(
 def head_loss(model: nn.Module) -> HeadLoss:
     """The loss of whole hidden states through a whole output projection."""
     fuses = (getattr(model.config, name, False) for name in ("fuse_cross_entropy", "fuse_linear_cross_entropy"))
-    return _loss_of_all_logits if is_fla_model(model) and not any(fuses) else _loss_by_blocks
+    return _loss_of_all_logits if is_of_fla(model) and not any(fuses) else _loss_by_blocks
 
 
 def head_options(model: nn.Module) -> HeadOptions:
     """What the model does to its logits."""
     config = model.config
-    if is_fla_model(model):
+    if is_of_fla(model):
         return HeadOptions(l2warp_penalty=L2WARP_PENALTY if getattr(config, "use_l2warp", False) else 0.0)
     return HeadOptions(_logit_scale(config), getattr(config, "final_logit_softcapping", None))
 
@@ -114,7 +114,7 @@ def check_loss_support(model: nn.Module) -> None:
         raise UserError(
             f"{name} has no linear output projection (get_output_embeddings); flame cannot compute its loss"
         )
-    if is_fla_model(model) and config.model_type == "mom" and config.aux_loss_scale:
+    if is_of_fla(model) and config.model_type == "mom" and config.aux_loss_scale:
         raise UserError(
             "mom adds a load-balancing loss, which flame does not have; set aux_loss_scale to 0 in its config"
         )
@@ -130,13 +130,8 @@ def check_loss_support(model: nn.Module) -> None:
 _UNKNOWN_SCALINGS = ("lm_head_multiplier", "output_multiplier_scale", "mup_width_multiplier", "dim_model_base")
 
 
-def is_fla_model(model: nn.Module) -> bool:
-    """Whether the model's class comes from flash-linear-attention (and takes cu_seqlens)."""
-    return is_of_fla(model)
-
-
 def is_of_fla(module: nn.Module) -> bool:
-    """Whether the class of a module, whatever wraps it, comes from flash-linear-attention."""
+    """Whether a module's class, whatever wraps it, comes from flash-linear-attention; its models take cu_seqlens."""
     return any(cls.__module__.startswith("fla.") for cls in type(module).__mro__)
 
 
@@ -145,7 +140,7 @@ def takes_cu_seqlens(model: nn.Module) -> bool:
 
     One that would only disappear in ``**kwargs`` does not count.
     """
-    return is_fla_model(model) or "cu_seqlens" in inspect.signature(model.get_decoder().forward).parameters
+    return is_of_fla(model) or "cu_seqlens" in inspect.signature(model.get_decoder().forward).parameters
 
 
 def packing_arguments(model: nn.Module, input_ids: Tensor, cu_seqlens: Tensor | None) -> dict[str, Tensor]:

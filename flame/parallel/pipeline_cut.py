@@ -9,7 +9,7 @@ import torch
 from flame.config import JobConfig
 from flame.errors import UserError
 from flame.models import BuiltModel
-from flame.models.loss import is_fla_model
+from flame.models.loss import is_of_fla
 from flame.parallel.degrees import PIPELINE_DEGREE, TENSOR_DEGREE, Degrees
 from flame.parallel.distributed import Distributed
 from flame.parallel.pipeline_plan import PipelinePlan, check_microbatches, check_whole_backward, plan_pipeline
@@ -84,7 +84,7 @@ def _outline(
     config: JobConfig, built: BuiltModel, degrees: Degrees, trial_device: torch.device, dtype: torch.dtype
 ) -> Outline:
     """What stages need to know about the model: by its class in FLA, by trial elsewhere."""
-    if not is_fla_model(built.model):
+    if not is_of_fla(built.model):
         return try_stages(built, trial_device, dtype, config.training.seed, config.training.varlen)
     outline = outline_of_fla(built.model, degrees.pipeline)
     if outline.carried and degrees.tensor > 1:

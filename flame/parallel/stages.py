@@ -20,7 +20,7 @@ from flame.data.batch import Batch
 from flame.errors import UserError
 from flame.fqn import STAGE
 from flame.models.blocks import SkippedBlock, find_blocks, keep_blocks
-from flame.models.loss import HeadLoss, check_loss_support, head_options, is_fla_model, packing_arguments
+from flame.models.loss import HeadLoss, check_loss_support, head_options, is_of_fla, packing_arguments
 from flame.models.native_attention import has_native_attention, without_mask
 from flame.parallel.context import ContextParallel, Row
 from flame.parallel.degrees import PIPELINE_DEGREE
@@ -183,12 +183,12 @@ def attach_stage_forward(
 def stage_states(part: nn.Module, x: Tensor, batch: Batch, is_first: bool) -> Tensor:
     """The hidden states that leave a stage."""
     packing = packing_arguments(part, batch.input_ids, batch.cu_seqlens)
-    takes_states = is_fla_model(part) and not is_first
+    takes_states = is_of_fla(part) and not is_first
     inputs = {"inputs_embeds": x} if takes_states else {"input_ids": batch.input_ids}
     entrances = [] if is_first else [each for each in part.modules() if isinstance(each, (Received, Entry))]
     for entrance in entrances:
         entrance.hidden_states = x
-    with without_mask(not is_fla_model(part) and has_native_attention(part) and batch.cu_seqlens is not None):
+    with without_mask(not is_of_fla(part) and has_native_attention(part) and batch.cu_seqlens is not None):
         hidden_states = part.get_decoder()(**inputs, use_cache=False, return_dict=False, **packing)[0]
     for entrance in entrances:
         del entrance.hidden_states

@@ -10,7 +10,7 @@ from torch import nn
 from flame.config import JobConfig
 from flame.models import BuiltModel, find_blocks, init_weights
 from flame.models.blocks import independent_blocks
-from flame.models.loss import is_fla_model
+from flame.models.loss import is_of_fla
 from flame.models.proofs import check_causal, check_varlen_support, no_weight_zero
 from flame.parallel.compile import compile_blocks
 from flame.parallel.context import ContextParallel
@@ -49,7 +49,7 @@ def _place_whole(config: JobConfig, built: BuiltModel, dist: Distributed) -> nn.
     lay_out_whole(config, model, dist)
     _shard(config, model, dist)
     _initialise(config, model, built, dist)
-    if not is_fla_model(model) and dist.degrees.tensor == 1:  # tensor parallelism takes known modules only
+    if not is_of_fla(model) and dist.degrees.tensor == 1:  # tensor parallelism takes known modules only
         # The proofs' short rows must not decide which shapes the compiler takes for fixed.
         with no_weight_zero(model), without_float8(model), torch.compiler.set_stance("force_eager"):
             check_causal(model, dist.device)
