@@ -59,8 +59,7 @@ def build_held_out(
     if not total:
         raise UserError(f"--validation.dataset {', '.join(config.validation.dataset)}: no row holds any text")
     steps = _steps(plan, config.training, own, total, dp_rank, dp_size)
-    if dp_rank == 0:
-        logger.info("validation: %d sequences every %d steps", total, config.validation.interval)
+    logger.info("validation: %d sequences every %d steps", total, config.validation.interval)
     return steps
 
 

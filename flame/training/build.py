@@ -163,14 +163,21 @@ def read_held_out(config: JobConfig, tokenizer: PreTrainedTokenizerBase, dist: D
     """This rank's batches of a validation, prepared as ``build_data`` does.
 
     Raises:
-        UserError: data that cannot be read.
+        UserError: data that cannot be read, or more of it on some ranks than on others, which would wait for them.
     """
     if not any(config.validation.dataset):
         return []
     prepare = local_leader_first(dist.is_local_main, dist.long_barrier)
-    return dist.together(
+    held_out = dist.together(
         lambda: build_held_out(data_config(config), tokenizer, dist.data_rank, dist.data_size, prepare)
     )
+    num_steps = dist.gather(len(held_out))
+    if len(set(num_steps)) > 1:
+        raise UserError(
+            f"--validation.dataset {', '.join(config.validation.dataset)}: the ranks read different data, "
+            f"{min(num_steps)} to {max(num_steps)} steps of a validation; give every node the same files"
+        )
+    return held_out
 
 
 def build_checkpoints(config: JobConfig, dist: Distributed) -> CheckpointManager | None:
