@@ -29,8 +29,8 @@ def build_held_out(
 ) -> list[list[Batch]]:
     """Tokenise and pack one data-parallel rank's share of the held-out text.
 
-    The documents, each once, in an order of their own go into one stream; its sequence i is that of rank i mod dp_size.
-    Every rank reads all of them, since which document a sequence begins with depends on those before it.
+    The documents, each once, in a shuffled order of their own go into one stream; its sequence i is that of rank
+    i mod dp_size. Every rank reads all of them, since which document a sequence begins with depends on those before it.
 
     Args:
         config: the job's config; its ``validation`` section is read, and what ``training`` says of rows and packing.
@@ -70,7 +70,7 @@ def _with_splits(validation: Validation) -> Validation:
 
 
 def _settings(training: Training) -> Training:
-    """How held-out text is read and packed: as in training, but once, in one stream and an order that is always so."""
+    """How held-out text is read and packed: as in training, but once, in one stream, in an order of its own."""
     return replace(training, seed=0, shuffle="global", num_streams=1, max_epochs=1, data_probs=[])
 
 
