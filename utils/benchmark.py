@@ -81,14 +81,15 @@ def train(arguments: list[str], environment: dict[str, str]) -> str:
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """The logged steps of a run.
+    """The logged steps of a run, without its validations.
 
     Raises:
         SystemExit: there are none.
     """
     if not (folder / "metrics.jsonl").exists():
         raise SystemExit("the job trained nothing here: after -- leave job.dump_folder and job.dry_run out")
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "loss" in row]
 
 
 def summarise(rows: list[dict[str, Any]], skip: int, flops_ratio: float) -> dict[str, Any]:

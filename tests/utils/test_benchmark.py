@@ -81,3 +81,8 @@ def test_wrong_arguments_are_refused_before_anything_is_trained(options, message
 def test_a_job_that_trains_nothing_is_said(tmp_path):
     with pytest.raises(SystemExit, match=r"leave job\.dump_folder and job\.dry_run out"):
         benchmark.read_rows(tmp_path)
+
+
+def test_validations_are_no_steps(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 8.0}\n{"step": 1, "val_loss": 8.1}\n')
+    assert benchmark.read_rows(tmp_path) == [{"step": 1, "loss": 8.0}]
