@@ -10,7 +10,7 @@ from dataclasses import replace
 from flame.config import JobConfig, Training, Validation
 from flame.data.batch import Batch, join_sequences
 from flame.data.loader import make_plan, padding
-from flame.data.pack import Sequence
+from flame.data.pack import IGNORE_INDEX, Sequence
 from flame.data.sources import has_only_train, open_sources, source_specs
 from flame.data.streams import DataPlan, StreamReader
 from flame.errors import UserError, translate_flags
@@ -43,7 +43,7 @@ def build_held_out(
         the last step lacks is padding without targets.
 
     Raises:
-        UserError: the data does not exist, cannot be used or holds no text.
+        UserError: the data does not exist, cannot be used or holds no token that follows another.
     """
     if not any(config.validation.dataset):
         return []
@@ -53,11 +53,12 @@ def build_held_out(
         plan = make_plan(sources, tokenizer, _settings(config.training))
         num_tokens = config.validation.num_tokens
         wanted = math.ceil(num_tokens / plan.seq_len) if num_tokens else math.inf
-        own, total = _read(plan, wanted, dp_rank, dp_size)
+        own, total, has_targets = _read(plan, wanted, dp_rank, dp_size)
     except UserError as error:
         raise UserError(translate_flags(str(error), FLAGS)) from error
-    if not total:
-        raise UserError(f"--validation.dataset {', '.join(config.validation.dataset)}: no row holds any text")
+    if not has_targets:
+        reason = "no row holds two tokens, one to predict from the other" if total else "no row holds any text"
+        raise UserError(f"--validation.dataset {', '.join(config.validation.dataset)}: {reason}")
     steps = _steps(plan, config.training, own, total, dp_rank, dp_size)
     logger.info("validation: %d sequences every %d steps", total, config.validation.interval)
     return steps
@@ -74,10 +75,10 @@ def _settings(training: Training) -> Training:
     return replace(training, seed=0, shuffle="global", num_streams=1, max_epochs=1, data_probs=[])
 
 
-def _read(plan: DataPlan, wanted: float, dp_rank: int, dp_size: int) -> tuple[dict[int, Sequence], int]:
-    """This rank's sequences by their numbers, and how many all ranks have."""
+def _read(plan: DataPlan, wanted: float, dp_rank: int, dp_size: int) -> tuple[dict[int, Sequence], int, bool]:
+    """This rank's sequences by their numbers, how many all ranks have, and whether any of those has a target."""
     own: dict[int, Sequence] = {}
-    total = 0
+    total, has_targets = 0, False
     reader = StreamReader(plan, [0], [plan.start_state(0)])
     sequences = iter(reader)  # kept: the reader ends with it, and would not wait for what it tokenises ahead
     for sequence in sequences:
@@ -85,11 +86,12 @@ def _read(plan: DataPlan, wanted: float, dp_rank: int, dp_size: int) -> tuple[di
             continue
         if total % dp_size == dp_rank:
             own[total] = sequence
+        has_targets = has_targets or bool((sequence.labels != IGNORE_INDEX).any())
         total += 1
         if total >= wanted:
             break
     reader.ahead.close(wait=True)  # data workers are going to be forked from this process
-    return own, total
+    return own, total, has_targets
 
 
 def _steps(

@@ -143,5 +143,14 @@ def test_text_without_a_word_is_refused(tmp_path):
         build(str(path))
 
 
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_text_without_a_target_is_refused(tmp_path, dp_size):
+    path = tmp_path / "single.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in numbered_texts([1] * 12)))
+    for rank in range(dp_size):
+        with pytest.raises(UserError, match=r"--validation.dataset .*single\.jsonl: no row holds two tokens"):
+            build(str(path), rank, dp_size)
+
+
 def test_no_dataset_no_validation():
     assert build_held_out(make_config("builtin:stdlib"), word_tokenizer()) == []
