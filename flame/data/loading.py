@@ -98,11 +98,11 @@ def check_unused(spec, kind: str) -> None:
     Raises:
         UserError: ``data_dir`` or ``data_files`` is given.
     """
-    for option, value in (("data_dir", spec.data_dir), ("data_files", spec.data_files)):
+    for option, value in (("data_dir", spec.data_dir), ("data_files", ", ".join(spec.data_files))):
         if value:
             raise UserError(f"--training.{option} {value}: {spec.dataset} is {kind}, which has none; leave it out")
     if spec.name and spec.name != "default":
-        logger.warning("training.dataset_name = %s is not used: %s is %s", spec.name, spec.dataset, kind)
+        logger.warning("dataset_name = %s is not used: %s is %s", spec.name, spec.dataset, kind)
 
 
 def with_retries(action: Callable[[], object], what: str, sleep: Callable[[float], None] = time.sleep):
@@ -143,6 +143,8 @@ def _load(spec, target: str, streaming: bool, **options):
         if unreachable:
             reason = f"the Hugging Face hub cannot be reached ({unreachable}), and its cache here says: {reason}"
         hint = "; there is no such file or folder here either" if asks_hub else ""
+        if f'Unknown split "{spec.split}"' in reason:
+            hint = "; name a split with --training.dataset_split"
         raise UserError(f"--training.dataset {spec.dataset}: {reason}{hint}") from error
 
 
@@ -200,7 +202,7 @@ def _warn_of_kinds(spec, files: list[str]) -> None:
     if len(kinds) > 1 and not spec.data_files:
         folder = spec.dataset.rstrip("/")
         logger.warning(
-            "training.dataset = %s mixes files of several formats (%s), and those of one format alone are read: name "
+            "dataset %s mixes files of several formats (%s), and those of one format alone are read: name "
             "them with a pattern, such as %s",
             spec.dataset,
             ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items())),

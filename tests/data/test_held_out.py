@@ -1,6 +1,7 @@
 """Held-out text is the same for any layout and seed, each document once, and as much of it as asked for."""
 
 import json
+import shutil
 import threading
 
 import datasets
@@ -123,12 +124,27 @@ def test_files_inside_a_dataset_have_no_split(tmp_path):
     assert sum(batch.num_valid for step in steps for batch in step) == 8
 
 
+def test_a_folder_without_that_split_asks_for_another(held_out, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")  # the name of a test would say which split it is
+    shutil.copy(held_out, folder)
+    message = r"--validation.dataset .*Unknown split \"validation\".*; name a split with --validation.dataset_split$"
+    with pytest.raises(UserError, match=message):
+        build(str(folder))
+    assert build(str(folder), dataset_split=["train"])
+
+
+def test_warnings_name_no_option_of_training(held_out, caplog):
+    assert build(held_out, dataset_name=["en"])
+    assert "dataset_name = en is not used" in caplog.text and "training." not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("dataset", "validation", "message"),
     [
         ("/nowhere/at/all", {}, "--validation.dataset /nowhere/at/all: there is no such file or folder"),
         ("", {"text_column": "body"}, "--validation.text_column body: .* has no such column"),
         ("builtin:stdlib", {"dataset_split": ["dev"]}, "--validation.dataset_split dev: builtin:stdlib"),
+        ("", {"data_files": ["a", "b"]}, "--validation.data_files a, b: .* is a file, which has none"),
     ],
 )
 def test_faults_name_the_options_of_validation(held_out, dataset, validation, message):
