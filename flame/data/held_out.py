@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import math
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from flame.config import JobConfig, Training, Validation
 from flame.data.batch import Batch, join_sequences
 from flame.data.loader import make_plan, padding
 from flame.data.pack import IGNORE_INDEX, Sequence
 from flame.data.sources import has_only_train, open_sources, source_specs
+from flame.data.state import StreamState
 from flame.data.streams import DataPlan, StreamReader
 from flame.errors import UserError, translate_flags
 
@@ -22,6 +23,23 @@ FLAGS = {
     f"training.{name}": f"validation.{name}"
     for name in ("dataset", "dataset_name", "dataset_split", "data_dir", "data_files", "text_column")
 }
+
+
+@dataclass
+class _Share:
+    """What one rank reads.
+
+    Attributes:
+        own: its sequences by their numbers.
+        total: sequences of all ranks.
+        has_targets: one of those has a target.
+        skipped: bad rows left out.
+    """
+
+    own: dict[int, Sequence] = field(default_factory=dict)
+    total: int = 0
+    has_targets: bool = False
+    skipped: int = 0
 
 
 def build_held_out(
@@ -53,15 +71,15 @@ def build_held_out(
         plan = make_plan(sources, tokenizer, _settings(config.training))
         num_tokens = config.validation.num_tokens
         wanted = math.ceil(num_tokens / plan.seq_len) if num_tokens else math.inf
-        own, total, has_targets = _read(plan, wanted, dp_rank, dp_size)
+        share = _read(plan, wanted, dp_rank, dp_size)
     except UserError as error:
         raise UserError(translate_flags(str(error), FLAGS)) from error
-    if not has_targets:
-        reason = "no row holds two tokens, one to predict from the other" if total else "no row holds any text"
+    if not share.has_targets:
+        reason = "no row holds two tokens, one to predict from the other" if share.total else "no row holds any text"
         raise UserError(f"--validation.dataset {', '.join(config.validation.dataset)}: {reason}")
-    steps = _steps(plan, config.training, own, total, dp_rank, dp_size)
-    logger.info("validation: %d sequences every %d steps", total, config.validation.interval)
-    return steps
+    left_out = f"; {share.skipped} bad rows left out" if share.skipped else ""
+    logger.info("validation: %d sequences every %d steps%s", share.total, config.validation.interval, left_out)
+    return _steps(plan, config.training, share, dp_rank, dp_size)
 
 
 def _with_splits(validation: Validation) -> Validation:
@@ -75,33 +93,31 @@ def _settings(training: Training) -> Training:
     return replace(training, seed=0, shuffle="global", num_streams=1, max_epochs=1, data_probs=[])
 
 
-def _read(plan: DataPlan, wanted: float, dp_rank: int, dp_size: int) -> tuple[dict[int, Sequence], int, bool]:
-    """This rank's sequences by their numbers, how many all ranks have, and whether any of those has a target."""
-    own: dict[int, Sequence] = {}
-    total, has_targets = 0, False
+def _read(plan: DataPlan, wanted: float, dp_rank: int, dp_size: int) -> _Share:
+    share = _Share()
     reader = StreamReader(plan, [0], [plan.start_state(0)])
     sequences = iter(reader)  # kept: the reader ends with it, and would not wait for what it tokenises ahead
     for sequence in sequences:
+        share.skipped = StreamState.from_list(sequence.state).skipped
         if sequence.is_empty:
             continue
-        if total % dp_size == dp_rank:
-            own[total] = sequence
-        has_targets = has_targets or bool((sequence.labels != IGNORE_INDEX).any())
-        total += 1
-        if total >= wanted:
+        if share.total % dp_size == dp_rank:
+            share.own[share.total] = sequence
+        share.has_targets = share.has_targets or bool((sequence.labels != IGNORE_INDEX).any())
+        share.total += 1
+        if share.total >= wanted:
             break
     reader.ahead.close(wait=True)  # data workers are going to be forked from this process
-    return own, total, has_targets
+    return share
 
 
-def _steps(
-    plan: DataPlan, training: Training, own: dict[int, Sequence], total: int, dp_rank: int, dp_size: int
-) -> list[list[Batch]]:
+def _steps(plan: DataPlan, training: Training, share: _Share, dp_rank: int, dp_size: int) -> list[list[Batch]]:
     rows, accumulation = training.batch_size, training.gradient_accumulation_steps
-    num_steps = math.ceil(total / (rows * accumulation * dp_size))
+    num_steps = math.ceil(share.total / (rows * accumulation * dp_size))
     numbers = range(dp_rank, num_steps * rows * accumulation * dp_size, dp_size)
     batches = [
-        _join(plan, training.varlen, own, list(numbers[start : start + rows])) for start in range(0, len(numbers), rows)
+        _join(plan, training.varlen, share.own, list(numbers[start : start + rows]))
+        for start in range(0, len(numbers), rows)
     ]
     return [batches[start : start + accumulation] for start in range(0, len(batches), accumulation)]
 

@@ -168,5 +168,16 @@ def test_text_without_a_target_is_refused(tmp_path, dp_size):
             build(str(path), rank, dp_size)
 
 
+def test_bad_rows_that_are_left_out_are_counted(tmp_path, caplog):
+    path = tmp_path / "some.jsonl"
+    texts = [text for good in numbered_texts([9, 9, 9, 9]) for text in (None, good)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    with pytest.raises(UserError, match="the value is missing"):
+        build(str(path))
+    with caplog.at_level("INFO"):
+        build(str(path), training={"on_bad_row": "skip"})
+    assert "validation: 5 sequences every 500 steps; 4 bad rows left out" in caplog.text
+
+
 def test_no_dataset_no_validation():
     assert build_held_out(make_config("builtin:stdlib"), word_tokenizer()) == []
