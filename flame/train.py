@@ -66,7 +66,7 @@ def train(config: JobConfig, stop: StopRequest) -> int:
         if config.checkpoint.create_seed_checkpoint:
             run.save()
             return exit_codes.OK
-        is_finished = run.step >= config.training.steps
+        is_finished = run.step >= config.training.steps and not run.should_validate_last()
         if is_finished:
             logger.info("already finished: step %d of %d; nothing left to train", run.step, config.training.steps)
         else:
@@ -82,6 +82,9 @@ def train(config: JobConfig, stop: StopRequest) -> int:
 def train_loop(run: Run) -> bool:
     """Train from the run's current step to its last; False when the run was asked to stop before."""
     training = run.config.training
+    if run.should_validate() and not validate(run):  # one that the end of an earlier process cut off
+        stop_training(run)
+        return False
     while run.step < training.steps:
         run.start_clock()
         try:

@@ -91,6 +91,12 @@ def read_rows(path: str | Path) -> Iterator[dict]:
                 raise ValueError(f"{path}: line {number} is not a JSON object")
 
 
+def last_validation(path: str | Path) -> int:
+    """The step of the last validation in a metrics file, -1 where there is none."""
+    rows = read_rows(path) if Path(path).exists() else []
+    return max((row["step"] for row in rows if "val_loss" in row), default=-1)
+
+
 def trim(path: Path, last_step: int) -> int:
     """Remove the rows after ``last_step`` and a torn last line, in one atomic step; returns how many went."""
     if not path.exists():

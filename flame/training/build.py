@@ -17,6 +17,7 @@ from flame.data.loading import local_leader_first
 from flame.data.prefetch import DevicePrefetcher
 from flame.errors import UserError
 from flame.metrics.console import setup_logging
+from flame.metrics.jsonl import FILE_NAME, last_validation
 from flame.metrics.logger import MetricLogger
 from flame.metrics.meter import StepMeter
 from flame.models import build_model, check_positions
@@ -111,6 +112,7 @@ def build_run(config: JobConfig, stop_request: StopRequest) -> Run:
             stop_request=stop_request,
             lock=lock,
             step=step,
+            validated_step=find_validation(config, dist) if held_out else -1,
         )
         on_failure.pop_all()  # the run gives the folder free when it closes
     return run
@@ -178,6 +180,11 @@ def read_held_out(config: JobConfig, tokenizer: PreTrainedTokenizerBase, dist: D
             f"{min(num_steps)} to {max(num_steps)} steps of a validation; give every node the same files"
         )
     return held_out
+
+
+def find_validation(config: JobConfig, dist: Distributed) -> int:
+    """The step of the last validation that the run's metrics hold, -1 when there is none; the same on every rank."""
+    return dist.broadcast(last_validation(Path(config.job.dump_folder) / FILE_NAME) if dist.is_main else None)
 
 
 def build_checkpoints(config: JobConfig, dist: Distributed) -> CheckpointManager | None:

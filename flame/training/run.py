@@ -63,6 +63,8 @@ class Run:
 
     Attributes:
         step: training steps done.
+        validated_step: the step behind which the last validation was, -1 before the first.
+        has_validated: this process has validated.
         lr: learning rate of the newest step.
         saves: the run's checkpoints, None with ``checkpoint.enable_checkpoint`` off.
         pipeline: what runs the model's stages when it is cut into some.
@@ -92,9 +94,10 @@ class Run:
     stop_request: StopRequest
     lock: RunFolderLock | None
     step: int = 0
+    validated_step: int = -1
     lr: float = 0.0
     parameters: list[nn.Parameter] = field(init=False)
-    validated_step: int = field(init=False, default=-1)
+    has_validated: bool = field(init=False, default=False)
     _first_step: int = field(init=False)
     _data_hash: str | None = field(init=False, default=None)
     _unwritten: UnwrittenRow | None = field(init=False, default=None)
@@ -244,23 +247,18 @@ class Run:
                 "optimizer.lr or more warm-up"
             ) from error
 
-    @property
-    def has_validated(self) -> bool:
-        """Whether this process has validated."""
-        return self.validated_step >= 0
-
     def should_validate(self) -> bool:
-        """Whether a validation is due after this step; that after the last step is another matter."""
+        """Whether a validation of the model as it stands is due, and not done: also one that an end has cut off."""
         step, section = self.step, self.config.validation
-        return bool(self.held_out) and step < self.config.training.steps and step % section.interval == 0
+        return step > 0 and step % section.interval == 0 and self.should_validate_last()
 
     def should_validate_last(self) -> bool:
-        """Whether the model that this process has trained is yet to be validated."""
-        return bool(self.held_out) and self.has_trained and self.validated_step != self.step
+        """Whether the model as it stands has not been validated."""
+        return bool(self.held_out) and self.validated_step != self.step
 
     def log_validation(self, loss: torch.Tensor) -> None:
         """Write a validation's row; ``loss`` is a scalar on the CPU, in nats per token."""
-        self.validated_step = self.step
+        self.validated_step, self.has_validated = self.step, True
         row = {"step": self.step, "val_loss": loss.item(), "val_ppl": loss.exp().item(), "time": time.time()}
         self.metrics.log(row)
 

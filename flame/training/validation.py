@@ -37,7 +37,7 @@ def validate(run: Run) -> bool:
             sums[0] += run.pipeline.evaluate(batches) if run.pipeline else sum_losses(run, batches)
             sums[1] += run.count_targets(batches)
         loss_sum, num_targets = run.dist.sum(sums).tolist()
-        if is_first:
+        if is_first and run.has_trained:  # or the first step is still to come
             set_timeout(comm.train_timeout_seconds, run.dist)
     run.stacks.disarm()
     run.log_validation(torch.tensor(loss_sum / max(num_targets, 1), dtype=torch.float64))

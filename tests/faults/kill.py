@@ -104,7 +104,7 @@ class Killer:
         exact = len(set(self.worlds)) == 1
         faults += compare_runs(rows_of(whole), rows_of(killed), self.steps, exact)
         held_out = (rows_of(folder, "val_loss") for folder in (whole, killed))
-        faults += compare_validations(*held_out, is_all=True, exact=exact)
+        faults += compare_validations(*held_out, exact)
         return Result(done, faults, time.monotonic() - started, largest)
 
     def plan(self, num_kills: int) -> list[Kill]:
@@ -213,16 +213,13 @@ def compare_runs(whole: list[dict], killed: list[dict], steps: int, exact: bool)
     return faults
 
 
-def compare_validations(whole: list[dict], other: list[dict], is_all: bool, exact: bool) -> list[str]:
-    """What is wrong with the validations of a run that was stopped; without ``is_all`` some may be missing."""
-    expected, steps = {row["step"]: row["val_loss"] for row in whole}, [row["step"] for row in other]
-    faults = []
-    if steps != sorted(set(steps)) or not set(steps) <= set(expected) or (is_all and len(steps) < len(expected)):
-        faults.append(f"validations missing or doubled: {steps}, not {list(expected)}")
-    elif exact:
-        losses = {row["step"]: row["val_loss"] for row in other}
-        faults += [f"step {n}: val_loss {expected[n]} != {losses[n]}" for n in steps if expected[n] != losses[n]]
-    return faults
+def compare_validations(whole: list[dict], killed: list[dict], exact: bool) -> list[str]:
+    """What is wrong with the validations of a run that was killed; without ``exact`` its layout has changed."""
+    steps = [[row["step"] for row in rows] for rows in (whole, killed)]
+    if steps[0] != steps[1]:
+        return [f"validations missing or doubled: {steps[1]}, not {steps[0]}"]
+    pairs = ((left["step"], left["val_loss"], right["val_loss"]) for left, right in zip(whole, killed, strict=True))
+    return [f"step {step}: val_loss {left} != {right}" for step, left, right in pairs if exact and left != right]
 
 
 def compare_layouts(continued: list[dict], rows: list[dict]) -> tuple[float, list[str]]:

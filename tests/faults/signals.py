@@ -84,7 +84,7 @@ class Signaller:
                 return [f"{folder.name} ended with {process.returncode}, see {self.log.name}"]
         faults = compare_runs(rows_of(undisturbed), rows_of(self.folder), steps, exact=True)
         held_out = (rows_of(folder, "val_loss") for folder in (undisturbed, self.folder))
-        return faults + compare_validations(*held_out, is_all=False, exact=True)  # a signal ends one without a row
+        return faults + compare_validations(*held_out, exact=True)
 
     def _attempt(self, number: signal.Signals, target: str, while_starting: bool) -> tuple[Attempt, list[str]]:
         before = last_step(self.folder)

@@ -39,11 +39,10 @@ def test_the_comparison_sees_what_is_lost():
 
 def test_the_comparison_sees_validations_that_are_lost():
     whole = [{"step": step, "val_loss": 1 / step} for step in (3, 6, 9)]
-    assert compare_validations(whole, whole, is_all=True, exact=True) == []
-    assert compare_validations(whole, whole[::2], is_all=False, exact=True) == []
+    assert compare_validations(whole, whole, exact=True) == []
     for other in (whole[::2], [*whole, whole[-1]], [*whole, {"step": 10, "val_loss": 0.1}]):
-        (fault,) = compare_validations(whole, other, is_all=True, exact=True)
+        (fault,) = compare_validations(whole, other, exact=True)
         assert "missing or doubled" in fault
     other = [*whole[:2], {"step": 9, "val_loss": 0.5}]
-    assert compare_validations(whole, other, is_all=True, exact=False) == []
-    assert compare_validations(whole, other, is_all=True, exact=True) == [f"step 9: val_loss {1 / 9} != 0.5"]
+    assert compare_validations(whole, other, exact=False) == []
+    assert compare_validations(whole, other, exact=True) == [f"step 9: val_loss {1 / 9} != 0.5"]

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from flame.errors import UserError
-from flame.metrics.jsonl import JsonlWriter, read_rows
+from flame.metrics.jsonl import JsonlWriter, last_validation, read_rows
 
 
 def write_steps(path, steps, last_step=0):
@@ -24,6 +24,17 @@ def test_rows_are_readable_before_the_file_is_closed(tmp_path):
     writer = JsonlWriter(tmp_path / "metrics.jsonl")
     writer.write({"step": 1, "loss": 2.5})
     assert list(read_rows(writer.path)) == [{"step": 1, "loss": 2.5}]
+
+
+def test_the_last_validation_is_found(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert last_validation(path) == -1
+    write_steps(path, [1, 2])
+    assert last_validation(path) == -1
+    path.write_text(
+        '{"step": 2, "val_loss": 3.0}\n{"step": 3, "loss": 1.0}\n{"step": 3, "val_loss": null}\n{"step": 4, "val_'
+    )
+    assert last_validation(path) == 3
 
 
 def test_resume_leaves_no_step_missing_or_doubled(tmp_path):

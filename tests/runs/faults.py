@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,8 +25,9 @@ from flame.models.loss import packing_arguments
 from flame.parallel import context_attention, context_border, context_states, stages
 from flame.parallel.collectives import anchor
 from flame.train import add_gradients
-from flame.training import auto
+from flame.training import auto, validation
 from flame.training.run import Run
+from flame.training.validation import sum_losses
 
 next_batches = Run.next_batches
 link_pieces = context_states.fla_context
@@ -89,6 +91,17 @@ def jump_at_step_12(run, batches, factor):
     return 2 * loss_sum if run.step == 12 else loss_sum
 
 
+def asked_to_stop_at(step: int):
+    """``sum_losses`` of a validation, with a SIGTERM to this process behind that step."""
+
+    def sum_and_signal(run, batches):
+        if run.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return sum_losses(run, batches)
+
+    return sum_and_signal
+
+
 def stuck_at_step_3(run):
     """``Run.next_batches`` of rank 1 takes longer than the others wait, at step 3."""
     if run.step == 2 and run.dist.rank == 1:
@@ -109,6 +122,8 @@ FAULTS = {
     "ahead": [AHEAD, (writer, "write_manifest", only_behind_its_rows)],
     "ahead_and_unreadable_at_step_6": [AHEAD, (Run, "next_batches", unreadable_at_step_6)],
     "less_on_rank_1": [(auto, "run_capacity", less_on_rank_1)],
+    "stopped_in_validation_6": [(validation, "sum_losses", asked_to_stop_at(6))],
+    "stopped_in_validation_7": [(validation, "sum_losses", asked_to_stop_at(7))],
     "stuck_at_step_3": [(Run, "next_batches", stuck_at_step_3)],
     "jump_at_step_12": [(train, "add_gradients", jump_at_step_12)],
     "full_disk_at_step_4": [(writer, "write_manifest", full_at_step_4)],

@@ -7,8 +7,9 @@ import math
 
 import pytest
 
+from flame.launch import exit_codes
 from flame.metrics.report import load_metrics, summarize
-from tests.runs.harness import Job, train_all
+from tests.runs.harness import Job, run_jobs, train_all
 from tests.runs.test_late_rows import untimed
 
 STEPS = 7
@@ -28,8 +29,15 @@ def runs(tmp_path_factory) -> dict[str, Job]:
         "late": Job(folder / "late", options | held_out, "ahead"),
         "first part": Job(folder / "parts", options | held_out | {"training.steps": "4"}),
         "parts": Job(folder / "parts", options | held_out | {"checkpoint.load_step": "3"}),
+        "stopped": Job(folder / "stopped", options | held_out, "stopped_in_validation_6"),
+        "stopped again": Job(folder / "stopped", options | held_out, "stopped_in_validation_7"),
+        "made up": Job(folder / "stopped", options | held_out),
+        "finished": Job(folder / "stopped", options | held_out),
     }
-    train_all(list(jobs.values()))
+    codes = dict(zip(jobs, run_jobs(list(jobs.values())), strict=True))
+    assert codes == dict.fromkeys(jobs, exit_codes.OK) | dict.fromkeys(
+        ("stopped", "stopped again"), exit_codes.PREEMPTED
+    )
     return jobs
 
 
@@ -42,7 +50,7 @@ def test_training_is_what_it_is_without(runs):
     assert trained == untimed(runs["without"].rows())
 
 
-@pytest.mark.parametrize("name", ["with", "late", "parts"])
+@pytest.mark.parametrize("name", ["with", "late", "parts", "made up"])
 def test_each_is_logged_behind_its_step_once(runs, name):
     rows = runs[name].rows()
     assert [row["step"] for row in rows] == [1, 2, 3, 3, 4, 5, 6, 6, 7, 7]
@@ -50,8 +58,8 @@ def test_each_is_logged_behind_its_step_once(runs, name):
     assert all(set(row) == {"step", "val_loss", "val_ppl", "time"} for row in validations(runs[name]))
 
 
-@pytest.mark.parametrize("name", ["late", "parts"])
-def test_it_says_the_same_later_and_after_a_resume(runs, name):
+@pytest.mark.parametrize("name", ["late", "parts", "made up"])
+def test_it_says_the_same_later_and_after_a_resume_or_a_request_to_stop(runs, name):
     assert untimed(validations(runs[name])) == untimed(validations(runs["with"]))
 
 

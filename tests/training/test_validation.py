@@ -110,17 +110,15 @@ def test_only_what_is_not_of_fla_leaves_training_mode():
     assert model.training and not model.dropout.training
 
 
-@pytest.mark.parametrize(("step", "between", "at_the_end"), [(3, False, True), (4, True, True), (8, True, False)])
-def test_when_it_is_due(step, between, at_the_end):
+@pytest.mark.parametrize(
+    ("step", "validated_step", "between", "at_the_end"),
+    [(0, -1, False, True), (3, -1, False, True), (4, -1, True, True), (8, 4, True, True), (8, 8, False, False)],
+)
+def test_when_it_is_due(step, validated_step, between, at_the_end):
     run = make_run([[batch(1)]])
-    run.step, run.validated_step = step, 8
+    run.step, run.validated_step = step, validated_step
+    run.should_validate_last = lambda: Run.should_validate_last(run)
     assert Run.should_validate(run) is between
     assert Run.should_validate_last(run) is at_the_end
     run.held_out = []
     assert not Run.should_validate(run) and not Run.should_validate_last(run)
-
-
-def test_a_run_that_has_trained_nothing_more_is_not_validated_again():
-    run = make_run([[batch(1)]])
-    run.has_trained = False
-    assert not Run.should_validate_last(run)
