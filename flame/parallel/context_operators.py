@@ -40,6 +40,7 @@ _OPERATORS: dict[tuple[str, str], OnPieces] = {
     ("fla.ops.gla", "fused_recurrent_gla"): context_states.decaying,
     ("fla.ops.simple_gla", "chunk_simple_gla"): context_states.decaying,
     ("fla.ops.retention", "chunk_retention"): context_states.retention,
+    ("fla.ops.retention", "fused_recurrent_retention"): context_states.retention,  # of short rows without gradients
     ("fla.ops.gsa", "chunk_gsa"): context_states.gated_slots,
     ("fla.ops.gsa", "fused_recurrent_gsa"): context_states.gated_slots,
     ("fla.layers.mamba", "selective_scan"): context_states.selective_scan,  # flame's own, in FLA's layer

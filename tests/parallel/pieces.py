@@ -97,6 +97,7 @@ def make_operators(heads: int, keys: int, values: int, slots: int, width: int, r
         "recurrent_gla": Operator("fla.ops.gla", "fused_recurrent_gla", qkv | {"gk": gates}),
         "simple_gla": Operator("fla.ops.simple_gla", "chunk_simple_gla", qkv | {"g": gate}),
         "retention": Operator("fla.ops.retention", "chunk_retention", qkv),
+        "recurrent_retention": Operator("fla.ops.retention", "fused_recurrent_retention", qkv),
         "gsa": Operator("fla.ops.gsa", "chunk_gsa", qkv | {"s": (share, heads, slots), "g": (decay, heads, slots)}),
         "delta_rule": Operator("fla.ops.delta_rule", "chunk_delta_rule", qkv | {"beta": beta}),
         "gated_delta_rule": Operator(
