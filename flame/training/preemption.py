@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 # Of the limit; torchrun kills after the whole of it.
 OWN_SHARE = 0.9
+# That the end of a run may take which has nothing to lose. It may wait for a rank that the same signal has ended.
+END_SECONDS = 5.0
 
 
 class Stopped(BaseException):
@@ -31,9 +33,9 @@ class Stopped(BaseException):
 class StopRequest:
     """Notes a signal instead of dying of it. Use as a context in the main thread.
 
-    At first a signal raises ``Stopped`` in the main thread. Inside ``deferred``, where there is work to lose, it is
-    only noted and the training loop asks between two steps. After the limit the process ends all the same, and a
-    second signal ends it at once.
+    At first a signal raises ``Stopped`` in the main thread, and ``END_SECONDS`` later ends the process wherever that
+    thread then is. Inside ``deferred``, where there is work to lose, it is only noted and the training loop asks
+    between two steps. After the limit the process ends all the same, and a second signal ends it at once.
 
     Args:
         limit_seconds: ``checkpoint.preempt_timeout_seconds``, from the signal to the end.
@@ -51,8 +53,10 @@ class StopRequest:
         self.last_checkpoint: Callable[[], str] = lambda: "none"
         self._raises = True
         self._has_raised = False
+        self._has_work = False
         self._limit = threading.Timer(self.limit_seconds, self._end_at_limit)
-        self._limit.daemon = True
+        self._without_work = threading.Timer(END_SECONDS, self._end_without_work)
+        self._limit.daemon = self._without_work.daemon = True
 
     def __enter__(self) -> StopRequest:
         self._watcher = SignalWatcher(self._start_clock, self._end_at_once).__enter__()
@@ -64,15 +68,16 @@ class StopRequest:
             signal.signal(number, handler)
         self._watcher.__exit__(*exception)
         self._limit.cancel()
+        self._without_work.cancel()
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
         """While inside, a signal is only noted."""
-        self._raises = False
+        self._raises, self._has_work = False, True
         try:
             yield
         finally:
-            self._raises = True
+            self._raises, self._has_work = True, False
 
     @contextmanager
     def interruptible(self, alone: bool) -> Iterator[None]:
@@ -116,9 +121,19 @@ class StopRequest:
     def _start_clock(self, number: int) -> None:
         self.received = self.received or signal.Signals(number)
         self._limit.start()
+        if not self._has_work:
+            self._without_work.start()
 
     def _end_at_once(self, number: int) -> None:
         _end(exit_codes.PREEMPTED if self.has_saved else exit_codes.KILLED + number)
+
+    def _end_without_work(self) -> None:
+        if not self._has_work:
+            last = self.last_checkpoint()
+            logger.warning(
+                "%s: ended while it waited for something; the last checkpoint is %s", self.received.name, last
+            )
+            _end(exit_codes.PREEMPTED)
 
     def _end_at_limit(self) -> NoReturn:
         logger.error(

@@ -7,12 +7,14 @@ import os
 import signal
 import socket
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from flame.launch import exit_codes, notes, stop_signals
 from flame.launch.stop_signals import SIGNALS
+from flame.training import preemption
 from flame.training.preemption import Stopped, StopRequest
 
 
@@ -78,9 +80,9 @@ def test_handlers_are_put_back():
 # not run there.
 
 
-def stuck(folder, limit, has_saved):
+def stuck(folder, limit, has_saved, has_work):
     os.environ |= {notes.FOLDER: str(folder), "LOCAL_RANK": "3"}
-    with StopRequest(limit) as request, request.deferred():
+    with StopRequest(limit) as request, request.deferred() if has_work else nullcontext():
         request.last_checkpoint = lambda: "step 40"
         request.has_saved = has_saved
         (folder / "ready").touch()
@@ -95,10 +97,10 @@ def _hold_the_main_thread():
     torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False).get("never")
 
 
-def start(folder, limit, has_saved=False):
+def start(folder, limit, has_saved=False, has_work=True):
     if torch.cuda.is_available():
         pytest.skip("CUDA does not outlive a fork")
-    child = multiprocessing.get_context("fork").Process(target=stuck, args=(folder, limit, has_saved))
+    child = multiprocessing.get_context("fork").Process(target=stuck, args=(folder, limit, has_saved, has_work))
     child.start()
     deadline = time.monotonic() + 20
     while not (folder / "ready").exists() and time.monotonic() < deadline:
@@ -115,6 +117,25 @@ def test_the_limit_holds_whatever_the_main_thread_does(tmp_path, caplog, capfd):
     assert child.exitcode == exit_codes.PREEMPTED
     assert time.monotonic() - began < 5
     assert notes.read_codes(tmp_path)[3][0] == exit_codes.PREEMPTED
+
+
+def test_where_there_is_no_work_to_lose_it_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(preemption, "END_SECONDS", 0.5)
+    child = start(tmp_path, limit=60, has_work=False)
+    os.kill(child.pid, signal.SIGTERM)
+    child.join(20)
+    assert child.exitcode == exit_codes.PREEMPTED
+    assert notes.read_codes(tmp_path)[3][0] == exit_codes.PREEMPTED
+
+
+def test_work_to_lose_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(preemption, "END_SECONDS", 0.1)
+    child = start(tmp_path, limit=60)
+    os.kill(child.pid, signal.SIGTERM)
+    child.join(1)
+    assert child.is_alive()
+    child.kill()
+    child.join(20)
 
 
 @pytest.mark.parametrize("has_saved", [False, True])
