@@ -26,7 +26,7 @@ from flame.training.finish import finish_run
 from flame.training.lr_scheduler import lr_factor
 from flame.training.optimizer import set_lr, step_unless
 from flame.training.preemption import Stopped, StopRequest
-from flame.training.run import Run
+from flame.training.run import Run, token_losses
 from flame.training.runtime import seed_step
 from flame.training.validation import validate
 
@@ -73,7 +73,10 @@ def train(config: JobConfig, stop: StopRequest) -> int:
             if told := wait_until_compiled(os.environ, longest_wait(os.environ, config.comm.init_timeout_seconds)):
                 logger.info("%s", told)
             with stop.deferred():
-                if not train_loop(run) or stop.agreed(run.dist.max):
+                if not train_loop(run):
+                    stop_training(run)
+                    return exit_codes.PREEMPTED
+                if stop.agreed(run.dist.max):
                     return exit_codes.PREEMPTED
         finish_run(run, again=is_finished)
     return exit_codes.OK
@@ -83,14 +86,12 @@ def train_loop(run: Run) -> bool:
     """Train from the run's current step to its last; False when the run was asked to stop before."""
     training = run.config.training
     if run.should_validate() and not validate(run):  # one that the end of an earlier process cut off
-        stop_training(run)
         return False
     while run.step < training.steps:
         run.start_clock()
         try:
             batches = run.next_batches()
         except Stopped:
-            stop_training(run)
             return False
         if batches is None:
             logger.info("training.max_epochs = %d reached after step %d", training.max_epochs, run.step)
@@ -109,14 +110,12 @@ def train_loop(run: Run) -> bool:
             run.log_first_step()
             set_timeout(run.config.comm.train_timeout_seconds, run.dist)
         if run.step < training.steps and run.stop_request.agreed(run.dist.max):
-            stop_training(run)
             return False
         run.write_row()  # of the step before, which the device has done or is about to
         if run.is_log_step:
             run.log_step()
         run.check_bad_steps()
         if run.should_validate() and not validate(run):
-            stop_training(run)
             return False
         if run.should_save():
             run.try_save()
@@ -124,7 +123,6 @@ def train_loop(run: Run) -> bool:
     if run.meter.num_steps:
         run.log_step()
     if run.should_validate_last() and not validate(run):
-        stop_training(run)
         return False
     run.save(last=True)
     return True
@@ -177,13 +175,9 @@ def train_step(run: Run, batches: list[Batch]) -> None:
 def add_gradients(run: Run, batches: list[Batch], factor: torch.Tensor) -> torch.Tensor:
     """Forward and backward over the micro-batches; the sum of the token losses, whose gradient is ``factor``."""
     loss_sum = torch.zeros((), device=run.dist.device)
-    for whole in batches:
-        batch = run.context.enter(whole, run.dist.device) if run.context else whole.to(run.dist.device)
-        loss = run.model(batch.input_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens)
+    for loss in token_losses(run, batches):
         (loss * factor).backward()
         loss_sum += loss.detach()
-    if run.context:
-        run.context.leave()
     return loss_sum
 
 

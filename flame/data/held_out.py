@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 from flame.config import JobConfig, Training, Validation
-from flame.data.batch import Batch, join_sequences
-from flame.data.loader import make_plan, padding
+from flame.data.batch import Batch
+from flame.data.loader import join_batches, make_plan
 from flame.data.pack import IGNORE_INDEX, Sequence
 from flame.data.sources import has_only_train, open_sources, source_specs
 from flame.data.state import StreamState
@@ -68,7 +68,8 @@ def build_held_out(
     try:
         with prepare or nullcontext():
             sources = open_sources(_with_splits(config.validation))
-        plan = make_plan(sources, tokenizer, _settings(config.training))
+        training = _settings(config.training)
+        plan = make_plan(sources, tokenizer, training)
         num_tokens = config.validation.num_tokens
         wanted = math.ceil(num_tokens / plan.seq_len) if num_tokens else math.inf
         share = _read(plan, wanted, dp_rank, dp_size)
@@ -79,18 +80,20 @@ def build_held_out(
         raise UserError(f"--validation.dataset {', '.join(config.validation.dataset)}: {reason}")
     left_out = f"; {share.skipped} bad rows left out" if share.skipped else ""
     logger.info("validation: %d sequences every %d steps%s", share.total, config.validation.interval, left_out)
-    return _steps(plan, config.training, share, dp_rank, dp_size)
+    return _steps(plan, training, share, dp_rank, dp_size)
 
 
 def _with_splits(validation: Validation) -> Validation:
     """The section with a split for each dataset."""
+    if validation.dataset_split:
+        return validation
     splits = ["train" if has_only_train(spec) else "validation" for spec in source_specs(validation)]
-    return replace(validation, dataset_split=validation.dataset_split or splits)
+    return replace(validation, dataset_split=splits)
 
 
 def _settings(training: Training) -> Training:
     """How held-out text is read and packed: as in training, but once, in one stream, in an order of its own."""
-    return replace(training, seed=0, shuffle="global", num_streams=1, max_epochs=1, data_probs=[])
+    return replace(training, seed=0, shuffle="global", num_streams=1, max_epochs=1, data_probs=[], log_data_hash=False)
 
 
 def _read(plan: DataPlan, wanted: float, dp_rank: int, dp_size: int) -> _Share:
@@ -98,7 +101,6 @@ def _read(plan: DataPlan, wanted: float, dp_rank: int, dp_size: int) -> _Share:
     reader = StreamReader(plan, [0], [plan.start_state(0)])
     sequences = iter(reader)  # kept: the reader ends with it, and would not wait for what it tokenises ahead
     for sequence in sequences:
-        share.skipped = StreamState.from_list(sequence.state).skipped
         if sequence.is_empty:
             continue
         if share.total % dp_size == dp_rank:
@@ -107,7 +109,8 @@ def _read(plan: DataPlan, wanted: float, dp_rank: int, dp_size: int) -> _Share:
         share.total += 1
         if share.total >= wanted:
             break
-    reader.ahead.close(wait=True)  # data workers are going to be forked from this process
+    share.skipped = StreamState.from_list(sequence.state).skipped
+    reader.close()
     return share
 
 
@@ -115,13 +118,5 @@ def _steps(plan: DataPlan, training: Training, share: _Share, dp_rank: int, dp_s
     rows, accumulation = training.batch_size, training.gradient_accumulation_steps
     num_steps = math.ceil(share.total / (rows * accumulation * dp_size))
     numbers = range(dp_rank, num_steps * rows * accumulation * dp_size, dp_size)
-    batches = [
-        _join(plan, training.varlen, share.own, list(numbers[start : start + rows]))
-        for start in range(0, len(numbers), rows)
-    ]
+    batches = join_batches(plan, training, rows, numbers, share.own)
     return [batches[start : start + accumulation] for start in range(0, len(batches), accumulation)]
-
-
-def _join(plan: DataPlan, varlen: bool, own: dict[int, Sequence], numbers: list[int]) -> Batch:
-    parts = [own.get(number) or padding(plan) for number in numbers]
-    return join_sequences(parts, numbers, varlen, with_digests=False)

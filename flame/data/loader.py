@@ -93,7 +93,8 @@ class DataLoader:
             self._take_own(start, stop, sequences)
             start = stop
         self.num_sequences = end
-        return self._join_all(self._own_numbers(end - num_own * self.dp_size, end), sequences)
+        numbers = self._own_numbers(end - num_own * self.dp_size, end)
+        return join_batches(self.plan, self.training, self.batch_size, numbers, sequences)
 
     def state_dict(self) -> dict:
         """This rank's streams as of the last step handed out, for ``merge_state_dicts``."""
@@ -230,18 +231,6 @@ class DataLoader:
             persistent=self.training.persistent_workers,
         )
 
-    def _join_all(self, numbers: range, sequences: dict[int, Sequence]) -> list[Batch]:
-        return [
-            self._join(numbers[start : start + self.batch_size], sequences)
-            for start in range(0, len(numbers), self.batch_size)
-        ]
-
-    def _join(self, numbers: range, sequences: dict[int, Sequence]) -> Batch:
-        training = self.training
-        parts = [sequences.get(number) or padding(self.plan) for number in numbers]
-        batch = join_sequences(parts, list(numbers), training.varlen, training.log_data_hash)
-        return batch.pin_memory() if training.pin_memory and torch.cuda.is_available() else batch
-
 
 def make_order(source: Source | ShardedSource, index: int, training) -> RowOrder | ShardOrder:
     """The order of the rows of the job's source number ``index``."""
@@ -266,8 +255,21 @@ def make_plan(sources: list[Source | ShardedSource], tokenizer, training) -> Dat
     )
 
 
-def padding(plan: DataPlan) -> Sequence:
-    """A sequence without targets."""
+def join_batches(
+    plan: DataPlan, training, batch_size: int, numbers: range, sequences: dict[int, Sequence]
+) -> list[Batch]:
+    """The sequences of the given numbers in micro-batches of ``batch_size``; those that lack are padding."""
+    starts = range(0, len(numbers), batch_size)
+    return [_join(plan, training, numbers[start : start + batch_size], sequences) for start in starts]
+
+
+def _join(plan: DataPlan, training, numbers: range, sequences: dict[int, Sequence]) -> Batch:
+    parts = [sequences.get(number) or _padding(plan) for number in numbers]
+    batch = join_sequences(parts, list(numbers), training.varlen, training.log_data_hash)
+    return batch.pin_memory() if training.pin_memory and torch.cuda.is_available() else batch
+
+
+def _padding(plan: DataPlan) -> Sequence:
     return pack_sequence(StreamBuffer(StreamState()), plan.seq_len, plan.context_len, plan.encoder.pad_id)
 
 

@@ -133,7 +133,11 @@ class StreamReader:
         try:
             return not all(self._have_tokens(self.streams[start : start + STREAMS_PER_LOOK]) for start in starts)
         finally:
-            self.ahead.close(wait=True)  # processes are going to be forked from this one
+            self.close()
+
+    def close(self) -> None:
+        """End the reader and wait for what it reads ahead: processes may be forked from this one afterwards."""
+        self.ahead.close(wait=True)
 
     def _have_tokens(self, streams: list[_Stream]) -> bool:
         """Whether each of the streams comes to a token before its end."""

@@ -82,8 +82,7 @@ def step_line(row: dict, total_steps: int, eta_s: float | None = None, color: bo
 
     A number that the row lacks is left out; NaN is shown as such.
     """
-    width = len(str(total_steps))
-    parts = [paint(f"step {row['step']:>{width}}/{total_steps}", CYAN, color)]
+    parts = [_step_label(row, total_steps, color)]
     for key, text, code in STEP_PARTS:
         if row.get(key) is not None:
             parts.append(paint(text.format(row[key]), code, color))
@@ -96,9 +95,13 @@ def step_line(row: dict, total_steps: int, eta_s: float | None = None, color: bo
 
 def validation_line(row: dict, total_steps: int, color: bool = False) -> str:
     """One line for a validation: ``step  40/400  validation: loss 5.1234, perplexity 167.9``."""
-    width = len(str(total_steps))
-    step = paint(f"step {row['step']:>{width}}/{total_steps}", CYAN, color)
+    step = _step_label(row, total_steps, color)
     return f"{step}  {paint('validation: loss {val_loss:.4f}, perplexity {val_ppl:.2f}'.format(**row), GREEN, color)}"
+
+
+def _step_label(row: dict, total_steps: int, color: bool) -> str:
+    width = len(str(total_steps))
+    return paint(f"step {row['step']:>{width}}/{total_steps}", CYAN, color)
 
 
 # (key, how it reads, colour)

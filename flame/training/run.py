@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -257,7 +258,7 @@ class Run:
         return bool(self.held_out) and self.validated_step != self.step
 
     def log_validation(self, loss: torch.Tensor) -> None:
-        """Write a validation's row; ``loss`` is a scalar on the CPU, in nats per token."""
+        """Write a validation's row; ``loss`` is a scalar, in nats per token."""
         self.validated_step, self.has_validated = self.step, True
         row = {"step": self.step, "val_loss": loss.item(), "val_ppl": loss.exp().item(), "time": time.time()}
         self.metrics.log(row)
@@ -363,3 +364,12 @@ class Run:
         self.gc.close()
         if self.lock is not None:
             self.lock.release()
+
+
+def token_losses(run: Run, batches: list[Batch]) -> Iterator[torch.Tensor]:
+    """The sum of each micro-batch's token losses on this rank; its backward belongs before the next is asked for."""
+    for whole in batches:
+        batch = run.context.enter(whole, run.dist.device) if run.context else whole.to(run.dist.device)
+        yield run.model(batch.input_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens)
+    if run.context:
+        run.context.leave()

@@ -12,7 +12,7 @@ from flame.data.batch import Batch
 from flame.models.loss import is_of_fla
 from flame.parallel.distributed import set_timeout
 from flame.parallel.fsdp import reshard
-from flame.training.run import Run
+from flame.training.run import Run, token_losses
 
 
 def validate(run: Run) -> bool:
@@ -36,23 +36,17 @@ def validate(run: Run) -> bool:
                 return False
             sums[0] += run.pipeline.evaluate(batches) if run.pipeline else sum_losses(run, batches)
             sums[1] += run.count_targets(batches)
-        loss_sum, num_targets = run.dist.sum(sums).tolist()
+        loss_sum, num_targets = run.dist.sum(sums).cpu()
         if is_first and run.has_trained:  # or the first step is still to come
             set_timeout(comm.train_timeout_seconds, run.dist)
     run.stacks.disarm()
-    run.log_validation(torch.tensor(loss_sum / max(num_targets, 1), dtype=torch.float64))
+    run.log_validation(loss_sum / num_targets.clamp(min=1))
     return True
 
 
 def sum_losses(run: Run, batches: list[Batch]) -> torch.Tensor:
     """The sum of the micro-batches' token losses on this rank."""
-    total = torch.zeros((), device=run.dist.device)
-    for whole in batches:
-        batch = run.context.enter(whole, run.dist.device) if run.context else whole.to(run.dist.device)
-        total += run.model(batch.input_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens)
-    if run.context:
-        run.context.leave()
-    return total
+    return sum(token_losses(run, batches), torch.zeros((), device=run.dist.device))
 
 
 @contextmanager
