@@ -20,7 +20,7 @@ class Save:
     Attributes:
         step: optimizer steps done.
         error: why it was not written, None while it is well.
-        blocked_seconds: time for which training had to wait.
+        blocked_seconds: time for which training waited for the snapshot.
         total_seconds: from the snapshot to the publication, or the failure.
     """
 
@@ -94,9 +94,7 @@ class BackgroundSaves:
     def wait(self, timeout: float | None = None) -> Save | None:
         """Wait for the save under way, if there is one, for at most ``timeout`` seconds, and take it."""
         if self._save is not None:
-            started = time.monotonic()
             self._save.done.wait(timeout)
-            self._save.blocked_seconds += time.monotonic() - started
         return self.take_finished()
 
     def _run(self, save: Save, snapshot: Snapshot, staged: Staged) -> None:

@@ -79,7 +79,7 @@ class Saves:
                 self.save(step, tensors, state, last=False)
                 return
             self._begun_at = time.monotonic()
-            self._report(self.checkpoints.finish_save())
+            self._wait_for_save_before(step)
             self._sync_metrics(step)
             self.checkpoints.start_save(step, tensors, state)
         except SaveError as error:
@@ -96,6 +96,23 @@ class Saves:
             logger.error("%s", save.error)
         else:
             self._report(save)
+
+    def _wait_for_save_before(self, step: int) -> None:
+        """Let a save under way come to its end before that of ``step`` begins, and say how long training waited."""
+        self.report_finished()  # what is still under way after this has to be waited for
+        started = time.monotonic()
+        save = self.checkpoints.finish_save()
+        if save is not None and self.dist.is_main:
+            logger.warning(
+                "training waited %.2f s to save step %d, since step %d was still being saved: a longer "
+                "checkpoint.interval (now %d %s) or a faster disk helps",
+                time.monotonic() - started,
+                step,
+                save.step,
+                self.section.interval,
+                self.section.interval_type,
+            )
+        self._report(save)
 
     def _sync_metrics(self, step: int) -> None:
         try:

@@ -48,6 +48,15 @@ def test_the_values_at_the_save_count(tmp_path, gate, mode):
     assert_equal(loaded, expected)
 
 
+def test_training_that_waits_for_the_disk_does_not_wait_for_the_snapshot(tmp_path, gate):
+    manager = CheckpointManager(tmp_path, async_mode="async")
+    manager.start_save(3, make_state(), {})
+    manager.wait_for_snapshot()
+    blocked_seconds = manager.background._save.blocked_seconds
+    threading.Timer(0.1, gate.set).start()
+    assert manager.finish_save().blocked_seconds == blocked_seconds
+
+
 def test_the_files_are_those_of_an_ordinary_save(tmp_path):
     """Bit for bit, but for the random name that DCP gives each save."""
     state = make_state()
