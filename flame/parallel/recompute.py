@@ -15,7 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from flame.config import ActivationCheckpoint
-from flame.parallel.recompute_norms import forget_norm_outputs
+from flame.parallel.recompute_norms import find_norms
+from flame.parallel.shared_inputs import share_input_gradients
 
 
 def recompute_blocks(blocks: Iterable[tuple[str, nn.Module]], options: ActivationCheckpoint) -> int:
@@ -27,8 +28,10 @@ def recompute_blocks(blocks: Iterable[tuple[str, nn.Module]], options: Activatio
     """
     if options.mode == "none":
         return 0
-    if options.mode == "selective" and options.selective_ac_option == "norm":
-        return sum(forget_norm_outputs(block) > 0 for _, block in blocks)
+    if forgets_norms(options):
+        chosen = [(name, block) for name, block in blocks if find_norms(block)]
+        share_input_gradients(chosen, forget_norms=True)
+        return len(chosen)
     every, context = 1, None
     if keeps_operators(options):
         context = _keep_expensive
@@ -38,6 +41,11 @@ def recompute_blocks(blocks: Iterable[tuple[str, nn.Module]], options: Activatio
     for block in chosen:
         block.forward = _recomputing(block.forward, context)
     return len(chosen)
+
+
+def forgets_norms(options: ActivationCheckpoint) -> bool:
+    """Whether what norms give is computed again, and nothing else."""
+    return options.mode == "selective" and options.selective_ac_option == "norm"
 
 
 def keeps_operators(options: ActivationCheckpoint) -> bool:

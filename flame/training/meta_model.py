@@ -15,6 +15,9 @@ from flame.parallel.degrees import TENSOR_DEGREE
 from flame.parallel.distributed import Distributed
 from flame.parallel.float8 import check_layout, convert_to_float8
 from flame.parallel.pipeline_cut import PipelineCut
+from flame.parallel.pipeline_plan import splits_backward
+from flame.parallel.recompute import forgets_norms
+from flame.parallel.shared_inputs import share_input_gradients
 from flame.parallel.stages import Microbatches, attach_stage_forward, cut_stage
 from flame.parallel.tensor_plans import share_model
 
@@ -27,6 +30,7 @@ def lay_out_whole(config: JobConfig, model: nn.Module, dist: Distributed) -> Non
     """
     _convert(config, model, dist)
     attach_training_forward(model, _share(config, model, dist))
+    _share_input_gradients(config, model, dist)
 
 
 def lay_out_stage(
@@ -42,6 +46,7 @@ def lay_out_stage(
     _convert(config, part, dist)
     loss = _share(config, part, dist) or head_loss(part)
     attach_stage_forward(part, plan.is_first(stage), microbatches, cut.dtype, loss if plan.is_last(stage) else None)
+    _share_input_gradients(config, part, dist)
     return part
 
 
@@ -62,3 +67,12 @@ def _share(config: JobConfig, model: nn.Module, dist: Distributed) -> HeadLoss |
     if training.seq_len % degree:
         raise UserError(f"{TENSOR_DEGREE} = {degree} does not divide training.seq_len = {training.seq_len}")
     return share_model(model, dist.mesh["tensor"], loss_parallel=not training.disable_loss_parallel)
+
+
+def _share_input_gradients(config: JobConfig, model: nn.Module, dist: Distributed) -> None:
+    """Unless a compiler does it, or ranks share the layers, or the pipeline's schedule asks for gradients of inputs and
+    of weights at different times, which these layers compute at once, or activation checkpointing is about to."""
+    is_split = dist.degrees.pipeline > 1 and splits_backward(config.experimental)
+    is_left = config.training.compile or dist.degrees.tensor > 1 or is_split
+    if not (is_left or forgets_norms(config.activation_checkpoint)):
+        share_input_gradients(find_blocks(model))

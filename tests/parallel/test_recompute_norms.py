@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from flame.config import ActivationCheckpoint
 from flame.parallel.recompute import recompute_blocks
+from flame.parallel.shared_inputs import share_input_gradients
 
 WIDTH = 16
 
@@ -57,8 +58,11 @@ class Block(nn.Module):
 def make_model(option: str | None, block=Block) -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(*(block() for _ in range(3)))
-    options = ActivationCheckpoint(mode="selective", selective_ac_option=option) if option else ActivationCheckpoint()
-    assert recompute_blocks(model.named_children(), options) == (3 if option else 0)
+    if option is None:
+        share_input_gradients(model.named_children())
+        return model
+    options = ActivationCheckpoint(mode="selective", selective_ac_option=option)
+    assert recompute_blocks(model.named_children(), options) == 3
     return model
 
 

@@ -33,7 +33,7 @@ FIRST_TIMED = 5  # steps before it find kernels and fill caches
 TWO = {"training.gradient_accumulation_steps": "2"}
 SHORT = {
     "training.seq_len": "512",
-    "training.context_len": "512",
+    "training.context_len": "128",
     "training.gradient_accumulation_steps": "8",
     "training.steps": "10",
 }
