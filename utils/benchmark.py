@@ -8,7 +8,7 @@ shipped one; ``--data random`` trains on made-up tokens instead, in documents as
 
 ``--cold`` empties nothing of yours: it gives the run cache folders of its own, and runs a second time to see the first
 step with them full. Speeds are medians over the steps from ``--skip`` on. ``--profile`` trains once more, a few steps
-only, and lists the kernels of one of them.
+only, and lists the kernels of one of them and the longest times for which the device had nothing to do.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from utils.short_job import ROOT, card, commit, ending_with_us, job_options
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 FIRST_STEP = re.compile(r"first step done ([\d.]+) s after")
 PROFILED_STEP = 10
-NUM_KERNELS = 25
+NUM_KERNELS, NUM_PAUSES = 25, 10
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # a profiler's categories
 PACKAGES = ("torch", "triton", "flash-linear-attention", "transformers", "torchtitan", "torchao")
 
 
@@ -161,13 +162,26 @@ def kernels_of(trace: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["ms"])
 
 
-def profile(options: argparse.Namespace, folder: Path, data: dict[str, Any]) -> list[dict[str, Any]]:
-    """The kernels of one step."""
+def idle_times_of(trace: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """When the device had nothing to do between two operations, the longest first: milliseconds, and their names."""
+    events = sorted((event["ts"], event["dur"], event["name"]) for event in trace if event.get("cat") in ON_DEVICE)
+    idle, end, last = [], 0.0, ""
+    for start, duration, name in events:
+        if last and start > end:
+            idle.append({"ms": (start - end) / 1000, "after": last, "before": name})
+        if start + duration > end:
+            end, last = start + duration, name
+    return sorted(idle, key=lambda row: -row["ms"])
+
+
+def profile(options: argparse.Namespace, folder: Path, data: dict[str, Any]) -> dict[str, Any]:
+    """The kernels of one step, and what it waited between them."""
     more = {"profiling.enable_profiling": True, "profiling.profile_freq": PROFILED_STEP}
     train(job_arguments(options, folder, data | more, PROFILED_STEP), {})
     (path,) = folder.glob("profile_traces/*/rank0_trace.json.gz")
     with gzip.open(path, "rt") as file:
-        return kernels_of(json.load(file)["traceEvents"])
+        trace = json.load(file)["traceEvents"]
+    return {"kernels": kernels_of(trace), "idle": idle_times_of(trace)}
 
 
 def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
@@ -188,7 +202,7 @@ def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         output = train(job_arguments(options, scratch / "warm", data, 2), environment)
         result["first_step_warm_s"] = float(FIRST_STEP.search(output)[1])
     if options.profile:
-        result["kernels"] = profile(options, scratch / "profiled", data)
+        result |= profile(options, scratch / "profiled", data)
     return result
 
 
@@ -200,6 +214,13 @@ def report(result: dict[str, Any]) -> str:
         total = sum(row["ms"] for row in kernels)
         lines += ["", f"kernels of one step, {total:.1f} ms in all", f"{'ms':>9} {'calls':>6}  name"]
         lines += [f"{row['ms']:9.2f} {row['calls']:6}  {row['name'][:100]}" for row in kernels[:NUM_KERNELS]]
+        idle = result["idle"]
+        total = sum(row["ms"] for row in idle)
+        lines += [
+            "",
+            f"idle {total:.1f} ms in {len(idle)} pauses, while the profiler slows the host down; the longest:",
+        ]
+        lines += [f"{row['ms']:9.2f}  {row['after'][:50]} -> {row['before'][:50]}" for row in idle[:NUM_PAUSES]]
     return "\n".join(lines)
 
 
@@ -218,7 +239,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--cold", action="store_true", help="time the first step with empty caches, then with full ones"
     )
-    parser.add_argument("--profile", action="store_true", help="list the kernels of one step")
+    parser.add_argument("--profile", action="store_true", help="list the kernels of one step, and its pauses")
     parser.add_argument("--json", type=output_file, help="write the figures here")
     return parser
 

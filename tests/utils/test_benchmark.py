@@ -47,6 +47,25 @@ def test_kernels_of_one_name_are_added_up_and_the_longest_comes_first():
     ]
 
 
+def test_times_between_the_operations_of_a_device():
+    def event(name: str, start: int, duration: int, category: str = "kernel") -> dict:
+        return {"cat": category, "name": name, "ts": start, "dur": duration}
+
+    trace = [
+        event("on the host", 0, 9000, "cpu_op"),
+        event("c", 2600, 100),
+        event("a", 100, 2000),
+        event("copy", 1000, 1500, "gpu_memcpy"),  # beside a, and longer
+        event("b", 1500, 100),
+        event("d", 3700, 100),
+        {"name": "no time"},
+    ]
+    assert benchmark.idle_times_of(trace) == [
+        {"ms": 1.0, "after": "c", "before": "d"},
+        {"ms": 0.1, "after": "copy", "before": "c"},
+    ]
+
+
 def test_torchtitan_counts_all_pairs_of_attention():
     """The true count has half of them, and the same linear layers."""
     config = find_resource("configs/debug/transformer.json")
