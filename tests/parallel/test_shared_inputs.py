@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import weakref
 
 import pytest
@@ -11,10 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig
 
 from flame.config import ActivationCheckpoint
+from flame.models import build_model, find_blocks, init_weights
+from flame.models.backend import setup_backend, uninstall
+from flame.models.loss import attach_training_forward
 from flame.parallel.recompute import recompute_blocks
 from flame.parallel.shared_inputs import share_input_gradients
+from flame.paths import find_resource
 
 WIDTH = 16
 
@@ -164,3 +170,43 @@ def test_nothing_is_kept_when_a_block_is_through():
         assert [each() for each in inputs] == [None, None]
     finally:
         gc.enable()
+
+
+FAMILIES = sorted(path.stem for path in find_resource("configs/debug").glob("*.json") if path.stem != "sba")
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.mark.parametrize("forget_norms", [False, True])
+@pytest.mark.parametrize("family", [*FAMILIES, "llama"])
+def test_gradients_of_every_family(family, forget_norms):
+    def gradients(share: bool) -> dict[str, Tensor]:
+        values = LLAMA if family == "llama" else json.loads(find_resource(f"configs/debug/{family}.json").read_text())
+        built = build_model(AutoConfig.for_model(**(values | {"vocab_size": 64})))
+        model = built.model
+        attach_training_forward(model)
+        model.to_empty(device="cpu")
+        init_weights(model, built.recipe, 0, built.tied)
+        if share:
+            share_input_gradients(find_blocks(model), forget_norms=forget_norms)
+        ids = torch.randint(0, 64, (1, 48), generator=torch.Generator().manual_seed(0))
+        bounds = torch.tensor([0, 20, 48], dtype=torch.int32)
+        model.double().train()(ids, labels=ids.roll(-1, 1), cu_seqlens=bounds).backward()
+        return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+    setup_backend("reference", "cpu")
+    try:
+        plain, shared = gradients(False), gradients(True)
+    finally:
+        uninstall()
+    assert plain.keys() == shared.keys()
+    for name, expected in plain.items():
+        largest = float(expected.abs().max())
+        torch.testing.assert_close(shared[name], expected, rtol=1e-6, atol=1e-6 * largest, msg=name)
