@@ -420,8 +420,8 @@ class ActivationCheckpoint:
     """Which activations are recomputed instead of kept. auto: the fastest that fits the device of none, selective with
     option op, and full; decided at each start, since it changes no number."""
     selective_ac_option: str = option("2")
-    """With mode selective: op (the cheap operators of every block), norm (what its norms give), or n
-    for every n-th block."""
+    """With mode selective: op (the cheap operators of every block), norm (outputs of norms that its linear layers
+    read), or n for every n-th block."""
 
 
 @dataclass

@@ -8,7 +8,7 @@ shipped one; ``--data random`` trains on made-up tokens instead, in documents as
 
 ``--cold`` empties nothing of yours: it gives the run cache folders of its own, and runs a second time to see the first
 step with them full. Speeds are medians over the steps from ``--skip`` on. ``--profile`` trains once more, a few steps
-only, and lists the kernels of one of them and the longest times for which the device had nothing to do.
+only, and lists the kernels of one of them and its longest idle gaps.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from utils.short_job import ROOT, card, commit, ending_with_us, job_options
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 FIRST_STEP = re.compile(r"first step done ([\d.]+) s after")
 PROFILED_STEP = 10
-NUM_KERNELS, NUM_PAUSES = 25, 10
+NUM_KERNELS, NUM_GAPS = 25, 10
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # a profiler's categories
 PACKAGES = ("torch", "triton", "flash-linear-attention", "transformers", "torchtitan", "torchao")
 
@@ -162,8 +162,8 @@ def kernels_of(trace: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["ms"])
 
 
-def idle_times_of(trace: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """When the device had nothing to do between two operations, the longest first: milliseconds, and their names."""
+def idle_gaps_of(trace: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The gaps between two operations in which the device was idle, the longest first: milliseconds, and the names."""
     events = sorted((event["ts"], event["dur"], event["name"]) for event in trace if event.get("cat") in ON_DEVICE)
     idle, end, last = [], 0.0, ""
     for start, duration, name in events:
@@ -175,13 +175,13 @@ def idle_times_of(trace: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def profile(options: argparse.Namespace, folder: Path, data: dict[str, Any]) -> dict[str, Any]:
-    """The kernels of one step, and what it waited between them."""
+    """The kernels of one step, and the gaps between them in which the device was idle."""
     more = {"profiling.enable_profiling": True, "profiling.profile_freq": PROFILED_STEP}
     train(job_arguments(options, folder, data | more, PROFILED_STEP), {})
     (path,) = folder.glob("profile_traces/*/rank0_trace.json.gz")
     with gzip.open(path, "rt") as file:
         trace = json.load(file)["traceEvents"]
-    return {"kernels": kernels_of(trace), "idle": idle_times_of(trace)}
+    return {"kernels": kernels_of(trace), "idle": idle_gaps_of(trace)}
 
 
 def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
@@ -218,9 +218,9 @@ def report(result: dict[str, Any]) -> str:
         total = sum(row["ms"] for row in idle)
         lines += [
             "",
-            f"idle {total:.1f} ms in {len(idle)} pauses, while the profiler slows the host down; the longest:",
+            f"idle {total:.1f} ms in {len(idle)} gaps (the profiler slows the host down); the longest:",
         ]
-        lines += [f"{row['ms']:9.2f}  {row['after'][:50]} -> {row['before'][:50]}" for row in idle[:NUM_PAUSES]]
+        lines += [f"{row['ms']:9.2f}  {row['after'][:50]} -> {row['before'][:50]}" for row in idle[:NUM_GAPS]]
     return "\n".join(lines)
 
 
@@ -239,7 +239,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--cold", action="store_true", help="time the first step with empty caches, then with full ones"
     )
-    parser.add_argument("--profile", action="store_true", help="list the kernels of one step, and its pauses")
+    parser.add_argument("--profile", action="store_true", help="list the kernels of one step, and its idle gaps")
     parser.add_argument("--json", type=output_file, help="write the figures here")
     return parser
 

@@ -191,6 +191,8 @@ def _check_blocks(config: JobConfig) -> Iterator[Fault]:
         yield _fault(config, key, "does not go with training.tensor_parallel_degree above 1; op, a number or full do")
     if config.activation_offload.mode != "none":
         yield _fault(config, key, "does not go with activation_offload.mode full; full does")
+    if "float8" in config.model.converters:
+        yield _fault(config, key, "does not go with model.converters float8; op, a number or full do")
 
 
 def _check_datasets(config: JobConfig) -> Iterator[Fault]:

@@ -14,7 +14,7 @@ from flame.parallel.degrees import PIPELINE_DEGREE, TENSOR_DEGREE, Degrees
 from flame.parallel.distributed import Distributed
 from flame.parallel.pipeline_plan import PipelinePlan, check_microbatches, check_whole_backward, plan_pipeline
 from flame.parallel.precision import DTYPES, compute_dtype
-from flame.parallel.recompute import keeps_operators
+from flame.parallel.recompute import keeps_operators, recomputes_norms
 from flame.parallel.stage_outline import Outline, outline_of_fla
 from flame.parallel.stage_trial import try_stages
 from flame.parallel.stages import check_stages
@@ -54,6 +54,9 @@ def cut_model(config: JobConfig, built: BuiltModel, dist: Distributed, trial_dev
     if keeps_operators(config.activation_checkpoint):
         given = "activation_checkpoint.selective_ac_option = op"
         check_whole_backward(options, given, "what is kept of a block can be used once")
+    if recomputes_norms(config.activation_checkpoint):
+        given = "activation_checkpoint.selective_ac_option = norm"
+        check_whole_backward(options, given, "linear layers that compute a norm again compute both at once")
     plan = plan_pipeline(built.model, options)
     microbatch = data_config(config).training
     check_stages(built.model, plan)

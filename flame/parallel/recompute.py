@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from flame.config import ActivationCheckpoint
 from flame.parallel.recompute_norms import find_norms
-from flame.parallel.shared_inputs import share_input_gradients
+from flame.parallel.shared_inputs import find_linears
 
 
 def recompute_blocks(blocks: Iterable[tuple[str, nn.Module]], options: ActivationCheckpoint) -> int:
@@ -28,10 +28,8 @@ def recompute_blocks(blocks: Iterable[tuple[str, nn.Module]], options: Activatio
     """
     if options.mode == "none":
         return 0
-    if forgets_norms(options):
-        chosen = [(name, block) for name, block in blocks if find_norms(block)]
-        share_input_gradients(chosen, forget_norms=True)
-        return len(chosen)
+    if recomputes_norms(options):  # which `share_input_gradients` has seen to
+        return sum(has_norm_to_recompute(block) for _, block in blocks)
     every, context = 1, None
     if keeps_operators(options):
         context = _keep_expensive
@@ -43,9 +41,14 @@ def recompute_blocks(blocks: Iterable[tuple[str, nn.Module]], options: Activatio
     return len(chosen)
 
 
-def forgets_norms(options: ActivationCheckpoint) -> bool:
+def recomputes_norms(options: ActivationCheckpoint) -> bool:
     """Whether what norms give is computed again, and nothing else."""
     return options.mode == "selective" and options.selective_ac_option == "norm"
+
+
+def has_norm_to_recompute(block: nn.Module) -> bool:
+    """Whether there is a norm, and a linear layer that may read its output."""
+    return bool(find_norms(block) and find_linears(block))
 
 
 def keeps_operators(options: ActivationCheckpoint) -> bool:

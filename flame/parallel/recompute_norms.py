@@ -6,17 +6,16 @@ scaled. The output that their backward sees here is the same bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 def find_norms(block: nn.Module) -> list[nn.Module]:
-    """Modules whose class is called so."""
+    """Modules whose class name ends in Norm or NormGated."""
     return [module for module in block.modules() if type(module).__name__.endswith(("Norm", "NormGated"))]
 
 
@@ -31,62 +30,59 @@ class NormOutputs:
     """
 
     def __init__(self, block: nn.Module):
-        self._known: dict[int, tuple[Tensor, NormOutput]] = {}  # by the id of the tensor, which stays alive beside it
+        # By the tensor's id, with the tensor, so that no other gets it; None while the block does not run.
+        self._known: dict[int, tuple[Tensor, int, NormOutput]] | None = None
         for norm in find_norms(block):
             norm.register_forward_hook(self._remember, with_kwargs=True)
 
-    def find(self, x: Tensor) -> NormOutput | None:
-        """How to compute x again, if it is a norm's output that nobody has written to."""
-        _, output = self._known.get(id(x), (None, None))
-        return output if output is not None and output.version == x._version else None
-
-    def forget(self) -> None:
-        """To be called when the block is through."""
+    def begin(self) -> None:
+        """To be called when the block begins to run."""
         self._known = {}
 
+    def end(self) -> None:
+        """To be called when it is through: the tensors are then autograd's, which frees them layer by layer."""
+        for _, _, output in self._known.values():
+            output.inputs = ()
+        self._known = None
+
+    def find(self, x: Tensor) -> NormOutput | None:
+        """How to compute x again, if it is a norm's output that nobody has written to."""
+        _, version, output = self._known.get(id(x), (None, None, None))
+        return output if version == x._version else None
+
     def _remember(self, norm: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        if torch.is_grad_enabled() and isinstance(output, Tensor):
-            compute = partial(norm.forward, *args, **kwargs)
-            self._known[id(output)] = output, NormOutput(compute, output._version)
+        if self._known is not None and torch.is_grad_enabled() and isinstance(output, Tensor):
+            self._known[id(output)] = output, output._version, NormOutput(norm.forward, args, kwargs)
 
 
 class NormOutput:
-    """A norm's output that can be computed again, and the layers that will ask for it.
+    """A norm's output that can be computed again from tensors that the caller keeps.
 
     Args:
-        compute: the norm's forward with the arguments that it had.
-        version: of the output's content.
+        compute: the norm's forward; args and kwargs: what it was called with.
+
+    Attributes:
+        inputs: the tensors among the arguments, until the block is through.
     """
 
-    def __init__(self, compute: partial, version: int):
-        self.version = version
+    def __init__(self, compute: Callable, args: tuple, kwargs: dict[str, Any]):
+        leaves, self._structure = tree_flatten((args, kwargs))
         self._compute = compute
-        inputs = [x for x in tree_leaves((compute.args, compute.keywords)) if isinstance(x, Tensor)]
-        self._inputs = [(x, x._version) for x in inputs]
-        self._num_promises = self._num_waiting = 0
+        self._others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self.inputs: Sequence[Tensor] = [leaves[place] for place in self._places]
         self._output: Tensor | None = None
 
-    def promise(self) -> Callable[[], Tensor]:
-        """What to keep in the place of the output: a function that gives it."""
-        self._num_promises += 1
-        self._num_waiting += 1
-        return self._again
-
-    def _again(self) -> Tensor:
-        """The output, computed once for all that wait for it.
-
-        Raises:
-            RuntimeError: an input of the norm was written to.
-        """
+    def again(self, inputs: Sequence[Tensor]) -> Tensor:
+        """The output, from the ``inputs``; computed once until ``forget``."""
         if self._output is None:
-            for x, version in self._inputs:
-                if x._version != version:
-                    raise RuntimeError(
-                        f"a norm's input {list(x.shape)} that the backward needs has been modified by an inplace "
-                        f"operation: it is at version {x._version}, expected version {version}"
-                    )
-            self._output = self._compute()
-        output, self._num_waiting = self._output, self._num_waiting - 1
-        if self._num_waiting == 0:
-            self._output, self._num_waiting = None, self._num_promises
-        return output
+            leaves = list(self._others)
+            for place, x in zip(self._places, inputs, strict=True):
+                leaves[place] = x
+            args, kwargs = tree_unflatten(leaves, self._structure)
+            self._output = self._compute(*args, **kwargs)
+        return self._output
+
+    def forget(self) -> None:
+        """Drop the output."""
+        self._output = None

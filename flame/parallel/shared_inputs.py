@@ -1,9 +1,10 @@
-"""Linear layers that read the same activations add up their gradients while they multiply.
+"""Linear layers that share an input add up its gradient inside their matrix products.
 
-The queries, keys, values and gates of a block, and the two halves of its MLP, are products of one input. Autograd adds
-their gradients one by one, each sum a pass over memory that computes nothing else: some 3 % of a step of a 340M model
-on an H200. Here each layer hands its input on to the next, whose gradient it gets and adds its own product to (``beta``
-of the matrix product), with one rounding less. What the layers compute stays as it is, bit for bit.
+A block's query, key, value and gate projections read one input; so do the two up projections of its MLP. Autograd
+computes an input gradient for each layer and adds them with kernels of their own, which only move memory. Here the
+layers form a chain: each returns its output, and its input once more for the next layer to read. In the backward pass a
+layer so receives the input gradient of the layers after it, and its matrix product adds to that (``addmm`` with beta
+= 1). Outputs are the same bit for bit; input gradients are rounded once less for each layer.
 """
 
 from __future__ import annotations
@@ -20,116 +21,141 @@ from torch.distributed.tensor import DTensor
 from flame.parallel.recompute_norms import NormOutput, NormOutputs
 
 
-def share_input_gradients(blocks: Iterable[tuple[str, nn.Module]], *, forget_norms: bool = False) -> None:
+def share_input_gradients(blocks: Iterable[tuple[str, nn.Module]], *, recompute_norms: bool = False) -> None:
     """Replace ``forward`` of blocks and of the linear layers in them.
 
-    Call before activation checkpointing, which runs a block's forward a second time. Layers of other classes
-    (quantized ones) and those that ranks share (tensor parallelism) go on as before.
+    Call before activation checkpointing, which runs a block's forward a second time. Layers of other classes (such as
+    float8's) and those with distributed weights (tensor parallelism) go on as before.
 
     Args:
         blocks: (name, module); no block inside another.
-        forget_norms: layers that read what a norm gives do not keep it, but compute it again.
+        recompute_norms: layers that read a norm's output do not keep it, but compute it again in the backward pass.
     """
     for _, block in blocks:
-        inputs = _Inputs(NormOutputs(block) if forget_norms else None)
-        for linear in [module for module in block.modules() if type(module) is nn.Linear]:
-            linear.forward = partial(inputs.multiply, linear)
-        block.forward = partial(inputs.run, block.forward)
+        inputs = _BlockInputs(NormOutputs(block) if recompute_norms else None)
+        for linear in find_linears(block):
+            linear.forward = partial(inputs.linear_forward, linear)
+        block.forward = partial(inputs.block_forward, block.forward)
 
 
-class _Inputs:
+def find_linears(block: nn.Module) -> list[nn.Module]:
+    """The layers of a block that can share."""
+    return [module for module in block.modules() if type(module) is nn.Linear]
+
+
+class _BlockInputs:
     """The inputs of a block's linear layers, while the block runs.
 
     Args:
-        norms: which of them can be computed again; None when all are kept.
+        norms: the norms whose outputs are computed again; None when all outputs are kept.
     """
 
     def __init__(self, norms: NormOutputs | None):
         self._norms = norms
-        self._readings: dict[int, _Reading] | None = None  # by the id of the tensor, which a reading keeps alive
+        self._inputs: dict[int, _SharedInput] | None = None  # by the tensor's id; None while the block does not run
 
-    def run(self, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+    def block_forward(self, forward: Callable, *args: Any, **kwargs: Any) -> Any:
         """The block's forward."""
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        self._readings = {}
+        self._inputs = {}
+        if self._norms is not None:
+            self._norms.begin()
         try:
             return forward(*args, **kwargs)
         finally:
-            self._readings = None
+            self._inputs = None
             if self._norms is not None:
-                self._norms.forget()
+                self._norms.end()
 
-    def multiply(self, linear: nn.Linear, x: Tensor) -> Tensor:
-        """A linear layer's forward."""
+    def linear_forward(self, linear: nn.Linear, x: Tensor) -> Tensor:
+        """A linear layer's forward: x [..., D] -> [..., O]."""
         weight, bias = linear.weight, linear.bias
-        is_plain = not (isinstance(x, DTensor) or isinstance(weight, DTensor))
-        if not (is_plain and self._readings is not None and torch.is_grad_enabled() and x.requires_grad):
+        if not (torch.is_grad_enabled() and x.requires_grad) or _needs_torch(x, weight):
             return F.linear(x, weight, bias)
-        reading = self._readings.get(id(x))
-        if reading is None or reading.version != x._version:  # written to since
-            output = self._norms.find(x) if self._norms is not None else None
-            reading = self._readings[id(x)] = _Reading(x, output)
-        y, reading.next = _Linear.apply(reading.next, weight, bias, reading.output)
-        return y
+        shared = self._find(x)
+        y, shared.next = _Linear.apply(shared.next, weight, bias, shared.norm_output, shared.is_read)
+        shared.is_read = True
+        return y.view(*x.shape[:-1], weight.shape[0])
+
+    def _find(self, x: Tensor) -> _SharedInput:
+        if self._inputs is None:  # recomputed by a checkpoint inside the block: the same tensors must be saved
+            return _SharedInput(x, None)
+        shared = self._inputs.get(id(x))
+        if shared is None or shared.version != x._version:  # new, or written to since
+            norm_output = self._norms.find(x) if self._norms is not None else None
+            shared = self._inputs[id(x)] = _SharedInput(x, norm_output)
+        return shared
 
 
-class _Reading:
-    """A tensor that layers read.
+def _needs_torch(x: Tensor, weight: Tensor) -> bool:
+    """Whether only torch's own linear knows what to do: tensors of several ranks, autocast, ``torch.func``.
+
+    torch 2.11-2.13 have no public name that tells of a ``torch.func`` transform, which an ``autograd.Function`` needs a
+    ``setup_context`` for, at twice the time on the host.
+    """
+    is_distributed = isinstance(x, DTensor) or isinstance(weight, DTensor)
+    device = x.device.type
+    is_cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return is_distributed or is_cast or torch._C._are_functorch_transforms_active()
+
+
+class _SharedInput:
+    """A tensor that linear layers read.
 
     Attributes:
-        x: the tensor.
+        x: the tensor; kept, so that no other gets its id.
         version: of its content.
-        output: how to compute it again, if it is to be.
-        next: what the next layer reads, equal to x; its gradient is that of all layers from there on.
+        norm_output: how to compute it again, if it is not to be kept.
+        next: what the next layer reads: x as rows [N, D]; its gradient is that of all layers from there on.
+        is_read: whether a layer has read it.
     """
 
-    def __init__(self, x: Tensor, output: NormOutput | None):
-        self.x, self.version, self.output, self.next = x, x._version, output, x
+    def __init__(self, x: Tensor, norm_output: NormOutput | None):
+        self.x, self.version, self.norm_output = x, x._version, norm_output
+        self.next, self.is_read = x.reshape(-1, x.shape[-1]), False
 
 
 class _Linear(torch.autograd.Function):
-    """(x [..., D], weight [O, D], bias [O] or None) -> x weight^T + bias [..., O], and x once more.
+    """(x [N, D], weight [O, D], bias [O] or None) -> x weight^T + bias [N, O], and x once more.
 
-    The second output is for the next layer that reads x, and for nothing else: its gradient is written to.
+    The second output is read by the next layer only. Its gradient has no other owner, so the backward may write to it;
+    that excludes pipeline schedules with a split backward, which keep gradients to go on from.
     """
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, _output: NormOutput | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, norm_output: NormOutput | None, is_read: bool
+    ) -> tuple[Tensor, Tensor]:
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        ctx.norm_output, ctx.is_first = norm_output, not is_read
+        kept = [x] if norm_output is None else norm_output.inputs
+        ctx.save_for_backward(weight if needs_x else None, *(kept if needs_weight else ()))
+        ctx.set_materialize_grads(False)
         return F.linear(x, weight, bias), x.view_as(x)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-        x, weight, _, x_again = inputs
-        of_x, of_weight, *_ = ctx.needs_input_grad
-        ctx.x_again = x_again.promise() if x_again is not None and of_weight else None
-        ctx.save_for_backward(x if of_weight and ctx.x_again is None else None, weight if of_x else None)
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, of_next: Tensor | None) -> tuple[Tensor | None, ...]:
-        if grad is None:
-            return of_next, None, None, None
-        x, weight = ctx.saved_tensors
-        rows = grad.flatten(0, -2) if grad.dim() > 1 else grad[None]  # [N, O]
-        of_x = of_weight = of_bias = None
-        if ctx.needs_input_grad[0]:
-            of_x = _add_product(of_next, rows, weight, grad.shape[:-1])
-        if ctx.needs_input_grad[1]:
-            x = x if ctx.x_again is None else ctx.x_again()
-            of_weight = rows.mT @ (x.flatten(0, -2) if x.dim() > 1 else x[None])
-        if ctx.needs_input_grad[2]:
-            of_bias = rows.sum(0)
-        return of_x, of_weight, of_bias, None
+    def backward(ctx: Any, grad_y: Tensor | None, grad_next: Tensor | None) -> tuple[Tensor | None, ...]:
+        weight, *kept = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        grad_x, grad_weight, grad_bias = grad_next, None, None
+        if grad_y is not None:
+            if needs_x:
+                grad_x = _add_product(grad_next, grad_y, weight)
+            if needs_weight:
+                x = kept[0] if ctx.norm_output is None else ctx.norm_output.again(kept)
+                grad_weight = grad_y.mT @ x.reshape(-1, x.shape[-1])
+            if needs_bias:
+                grad_bias = grad_y.sum(0)
+        if ctx.is_first and ctx.norm_output is not None:  # the last of the chain's backward
+            ctx.norm_output.forget()
+        return grad_x, grad_weight, grad_bias, None, None
 
 
-def _add_product(others: Tensor | None, rows: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
-    """rows [N, O] weight [O, D], in the shape [*shape, D], added to ``others`` in place where nobody needs those."""
-    if others is None:
-        return (rows @ weight).view(*shape, -1)
-    if torch.is_grad_enabled() or not others.is_contiguous():  # a gradient of gradients needs them
-        return others + (rows @ weight).view_as(others)
-    others.view(len(rows), -1).addmm_(rows, weight)
-    return others
+def _add_product(grad_next: Tensor | None, grad_y: Tensor, weight: Tensor) -> Tensor:
+    """grad_y [N, O] weight [O, D], added to ``grad_next`` [N, D]: in place, unless gradients of gradients need that."""
+    if grad_next is None:
+        return grad_y @ weight
+    if torch.is_grad_enabled():
+        return torch.addmm(grad_next, grad_y, weight)
+    return grad_next.addmm_(grad_y, weight)

@@ -16,7 +16,7 @@ from flame.parallel.distributed import Distributed
 from flame.parallel.float8 import check_layout, convert_to_float8
 from flame.parallel.pipeline_cut import PipelineCut
 from flame.parallel.pipeline_plan import splits_backward
-from flame.parallel.recompute import forgets_norms
+from flame.parallel.recompute import has_norm_to_recompute, recomputes_norms
 from flame.parallel.shared_inputs import share_input_gradients
 from flame.parallel.stages import Microbatches, attach_stage_forward, cut_stage
 from flame.parallel.tensor_plans import share_model
@@ -70,9 +70,20 @@ def _share(config: JobConfig, model: nn.Module, dist: Distributed) -> HeadLoss |
 
 
 def _share_input_gradients(config: JobConfig, model: nn.Module, dist: Distributed) -> None:
-    """Unless a compiler does it, or ranks share the layers, or the pipeline's schedule asks for gradients of inputs and
-    of weights at different times, which these layers compute at once, or activation checkpointing is about to."""
+    """Make linear layers that share an input add up its gradient, where nothing stands against it.
+
+    Left out: with a compiler, which fuses those sums itself; with tensor parallelism; with schedules that compute
+    gradients of inputs and weights at different times.
+
+    Raises:
+        UserError: norms to compute again, and no block has any.
+    """
+    options, blocks = config.activation_checkpoint, find_blocks(model)
+    if recomputes_norms(options) and not any(has_norm_to_recompute(block) for _, block in blocks):
+        raise UserError(
+            "activation_checkpoint.selective_ac_option = norm: no block of this model has a norm whose output a "
+            "torch.nn.Linear may read; op, a number or activation_checkpoint.mode full do for every model"
+        )
     is_split = dist.degrees.pipeline > 1 and splits_backward(config.experimental)
-    is_left = config.training.compile or dist.degrees.tensor > 1 or is_split
-    if not (is_left or forgets_norms(config.activation_checkpoint)):
-        share_input_gradients(find_blocks(model))
+    if not (config.training.compile or dist.degrees.tensor > 1 or is_split):
+        share_input_gradients(blocks, recompute_norms=recomputes_norms(options))

@@ -19,6 +19,8 @@ from flame.parallel.distributed import Distributed
 
 logger = logging.getLogger(__name__)
 
+NOTICEABLE_SECONDS = 0.05  # a shorter wait for the save before is not worth a warning
+
 
 @dataclass
 class Saves:
@@ -102,11 +104,12 @@ class Saves:
         self.report_finished()  # what is still under way after this has to be waited for
         started = time.monotonic()
         save = self.checkpoints.finish_save()
-        if save is not None and self.dist.is_main:
+        waited = time.monotonic() - started
+        if save is not None and self.dist.is_main and waited >= NOTICEABLE_SECONDS:
             logger.warning(
                 "training waited %.2f s to save step %d, since step %d was still being saved: a longer "
                 "checkpoint.interval (now %d %s) or a faster disk helps",
-                time.monotonic() - started,
+                waited,
                 step,
                 save.step,
                 self.section.interval,

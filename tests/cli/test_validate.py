@@ -192,6 +192,11 @@ def test_edges_that_are_allowed(words):
             "does",
         ),
         (
+            [*NORM, "--model.converters", "float8"],
+            '--activation_checkpoint.selective_ac_option = "norm": does not go with model.converters float8; op, a '
+            "number or full do",
+        ),
+        (
             ["--float8.recipe_name", "rowwise"],
             '--float8.recipe_name = "rowwise": needs model.converters float8',
         ),

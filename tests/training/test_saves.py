@@ -59,7 +59,7 @@ def test_a_save_that_waits_for_the_one_before_says_so(tmp_path, caplog):
     saves.close(timeout=30)
 
 
-def test_one_rank_says_it(tmp_path, caplog):
+def test_other_ranks_say_nothing(tmp_path, caplog):
     saves = make_saves(tmp_path, is_main=False)
     for step in (12, 24):
         try_save(saves, step)

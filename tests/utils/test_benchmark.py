@@ -47,7 +47,7 @@ def test_kernels_of_one_name_are_added_up_and_the_longest_comes_first():
     ]
 
 
-def test_times_between_the_operations_of_a_device():
+def test_idle_gaps_between_the_operations_of_a_device():
     def event(name: str, start: int, duration: int, category: str = "kernel") -> dict:
         return {"cat": category, "name": name, "ts": start, "dur": duration}
 
@@ -60,7 +60,7 @@ def test_times_between_the_operations_of_a_device():
         event("d", 3700, 100),
         {"name": "no time"},
     ]
-    assert benchmark.idle_times_of(trace) == [
+    assert benchmark.idle_gaps_of(trace) == [
         {"ms": 1.0, "after": "c", "before": "d"},
         {"ms": 0.1, "after": "copy", "before": "c"},
     ]
