@@ -1,6 +1,6 @@
 """Which code runs FLA's operators, and the one list of everything that flame replaces inside FLA.
 
-Nine sets of replacements, written against flash-linear-attention 0.6:
+Ten sets of replacements, written against flash-linear-attention 0.6:
 
 - reference operators: FLA's are Triton kernels, which do not run on a CPU; `--model.backend reference` also asks for
   them on a GPU, to check a kernel against an independent answer.
@@ -13,6 +13,7 @@ Nine sets of replacements, written against flash-linear-attention 0.6:
 - the loss: FLA multiplies float32 matrices for the output projection's gradient (flame/models/linear_cross_entropy.py).
 - SwiGLU, rotary embeddings and the norms' backward: FLA's do not use the memory's bandwidth, or use more than they need
   (flame/models/swiglu_kernels.py, rotary_kernels.py).
+- gated linear attention: FLA's kernels take three times as long (flame/models/chunk_gla.py).
 - chunks of packed documents: FLA counts them on the device and waits for it (flame/models/chunk_bounds.py).
 - autotuning: Triton tries the candidates of a kernel one after the other (flame/models/tuning.py), also where it has
   been found out before which is the fastest (flame/models/tuned.py).
@@ -181,7 +182,7 @@ def setup_backend(
         _install_tuning(shipped_tuning)
         wrap_operator("fla.modules.fused_linear_cross_entropy", "fused_linear_cross_entropy_loss", make_fused_loss)
         wrap_operators((module, name, getattr(chunk_bounds, maker)) for module, name, maker in chunk_bounds.REPLACED)
-        _install_pointwise()
+        _install_kernels()
         if needs_chunk_backward():
             _install_chunk_backward()
     _attention[:] = [Attention(attention, context_len)]
@@ -294,9 +295,12 @@ def _install_reference() -> None:
         _replace(cls, method, _reference(source, method))
 
 
-def _install_pointwise() -> None:
-    from flame.models import rotary_kernels, swiglu_kernels  # Triton is there on Linux only
+def _install_kernels() -> None:
+    # Triton is there on Linux only.
+    from flame.models import rotary_kernels, swiglu_kernels
+    from flame.models.chunk_gla import make_chunk_gla
 
+    wrap_operator("fla.ops.gla", "chunk_gla", make_chunk_gla)
     activations = "fla.modules.activations.ops"
     wrap_operator(activations, "swiglu_fwd", swiglu_kernels.make_swiglu_forward)
     wrap_operator(activations, "swiglu_fwdbwd", swiglu_kernels.make_swiglu_backward)

@@ -99,6 +99,18 @@ def make_maxlens(original: Callable) -> Callable:
     return prepare_maxlens
 
 
+def longest_first(cu_seqlens: Tensor) -> Tensor:
+    """The documents by length, int32 [N]."""
+
+    def by_length(bounds: Tensor) -> Tensor:
+        return bounds.diff().argsort(descending=True, stable=True).int()
+
+    known = host_copy(cu_seqlens)
+    if known is None:
+        return by_length(cu_seqlens)
+    return known.once("longest first", lambda: send(by_length(known.values), cu_seqlens.device))
+
+
 def _chunk_counts(known: HostCopy, chunk_size: int) -> Tensor:
     """Chunks of each document, int64 [N]; the last chunk of each may be short."""
     return (known.values.long().diff() + chunk_size - 1) // chunk_size

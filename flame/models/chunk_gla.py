@@ -1,0 +1,184 @@
+"""Gated linear attention for training on Hopper GPUs: FLA's `chunk_gla` with kernels of flame's own.
+
+FLA's chunked kernels take nine launches and 4.7 ms for one layer of gla_340M forward and backward (65,536 tokens), most
+of it in scalar loops within chunks and float32 copies of states and gradients. These take six launches and 1.3 ms, and
+keep nothing for the backward but q, k, v and g.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from flame.models.backend import find_operator
+from flame.models.chunk_bounds import longest_first
+from flame.models.chunk_gla_kernels import gla_gradient_kernel, gla_prepare_kernel, gla_state_kernel
+
+BT = 64  # tokens of a chunk
+TILE = 64  # channels of keys or values that a program holds, where it need not hold all of them
+KEY_DIMS = (64, 128)
+
+
+def make_chunk_gla(original: Callable) -> Callable:
+    """FLA's `chunk_gla`; what these kernels do not take is left to FLA's."""
+
+    def chunk_gla(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        scale: float | None = None,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        state_v_first: bool = False,
+        cu_seqlens: Tensor | None = None,
+        cu_seqlens_cpu: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Gated linear attention, see `flame.models.chunk_gla_kernels`.
+
+        Args:
+            q, k, g: [B, T, H, K]; g: natural logarithms of decays. v: [B, T, H, V].
+            scale: of q; K ** -0.5 when not given.
+            initial_state: float32 [N, H, V, K] with ``state_v_first``, of each document.
+            cu_seqlens: bounds of packed documents, [N + 1], for a batch of one row.
+
+        Returns:
+            o [B, T, H, V] and, float32, the final states, None without ``output_final_state``.
+        """
+        has_states = initial_state is not None or output_final_state
+        if not takes(q, k, v, g) or (has_states and not state_v_first):
+            return original(
+                q, k, v, g, scale, initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu
+            )
+        chunks = Chunks.of(q, cu_seqlens)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        inputs = (x.contiguous() for x in (q, k, v, g))
+        return _ChunkGLA.apply(*inputs, initial_state, scale, output_final_state, chunks)
+
+    return chunk_gla
+
+
+def takes(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> bool:
+    """Whether the kernels do: bfloat16 heads of known widths, on the kind of GPU that they were written for."""
+    is_hopper = q.is_meta or (q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9)
+    is_half = all(x.dtype == torch.bfloat16 for x in (q, k, v, g))
+    is_known = q.shape[-1] in KEY_DIMS and v.shape[-1] % TILE == 0 and q.shape == k.shape == g.shape
+    return is_hopper and is_half and is_known and q.shape[:-1] == v.shape[:-1]
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The chunks of a batch's documents; the tensors are None where each row is a document.
+
+    Attributes:
+        num_documents, num_chunks: of the batch.
+        cu_seqlens, indices, offsets: bounds, chunks and first chunks of packed documents.
+        order: the documents, longest first, so that none is begun last that takes longest.
+    """
+
+    num_documents: int
+    num_chunks: int
+    cu_seqlens: Tensor | None = None
+    indices: Tensor | None = None
+    offsets: Tensor | None = None
+    order: Tensor | None = None
+
+    @classmethod
+    def of(cls, q: Tensor, cu_seqlens: Tensor | None) -> Chunks:
+        """Those of q [B, T, H, K]."""
+        if cu_seqlens is None:
+            return cls(len(q), len(q) * triton.cdiv(q.shape[1], BT))
+        indices = find_operator("fla.ops.utils.index", "prepare_chunk_indices")(cu_seqlens, BT)
+        offsets = find_operator("fla.ops.utils.index", "prepare_chunk_offsets")(cu_seqlens, BT)
+        return cls(len(cu_seqlens) - 1, len(indices), cu_seqlens, indices, offsets, longest_first(cu_seqlens))
+
+
+class _ChunkGLA(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        initial_state: Tensor | None,
+        scale: float,
+        output_final_state: bool,
+        chunks: Chunks,
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.save_for_backward(q, k, v, g, initial_state)
+        ctx.scale, ctx.chunks = scale, chunks
+        ctx.set_materialize_grads(False)
+        q_decayed, k_decayed, A, decay = _prepare(q, k, g, scale, chunks)
+        o, final_state = torch.empty_like(v), _new_states(k, v, chunks) if output_final_state else None
+        _run_states(
+            k_decayed, v, decay, chunks, z=q_decayed, A=A, o=o, s_first=initial_state, s_last=final_state, stages=2
+        )
+        return o, final_state
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, g, initial_state = ctx.saved_tensors
+        scale, chunks = ctx.scale, ctx.chunks
+        do = torch.zeros_like(v) if do is None else do.contiguous()
+        dfinal = None if dfinal is None else dfinal.contiguous()
+        q_decayed, k_decayed, A, decay = _prepare(q, k, g, scale, chunks)
+        states, dstates = (k.new_empty(chunks.num_chunks, *k.shape[2:3], v.shape[3], k.shape[3]) for _ in range(2))
+        dinitial = None if initial_state is None else _new_states(k, v, chunks)
+        dq, dk, dv, dg = (torch.empty_like(x) for x in (q, k, v, g))
+        _run_states(k_decayed, v, decay, chunks, states=states, s_first=initial_state, stages=3)
+        _run_states(
+            q_decayed, do, decay, chunks, states=dstates, z=k_decayed, A=A, o=dv, s_first=dfinal, s_last=dinitial,
+            backward=True, stages=2,
+        )  # fmt: skip
+        grid = (chunks.num_chunks * q.shape[2] * (q.shape[3] // TILE),)
+        gla_gradient_kernel[grid](
+            q, k, v, g, states, do, dstates, dq, dk, dg, chunks.cu_seqlens, chunks.indices, scale, q.shape[1],
+            H=q.shape[2], K=q.shape[3], V=v.shape[3], BT=BT, BK=TILE, BV=TILE, STAGES=3, num_warps=4,
+        )  # fmt: skip
+        return dq, dk, dv, dg, dinitial, None, None, None
+
+
+def _new_states(k: Tensor, v: Tensor, chunks: Chunks) -> Tensor:
+    shape = chunks.num_documents, k.shape[2], v.shape[3], k.shape[3]
+    return k.new_empty(shape, dtype=torch.float32)
+
+
+def _prepare(q: Tensor, k: Tensor, g: Tensor, scale: float, chunks: Chunks) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_heads, key_dim = q.shape[2:]
+    q_decayed, k_decayed = torch.empty_like(q), torch.empty_like(k)
+    A = q.new_empty(*q.shape[:3], BT)
+    decay = q.new_empty(chunks.num_chunks, num_heads, key_dim, dtype=torch.float32)
+    gla_prepare_kernel[(chunks.num_chunks * num_heads,)](
+        q, k, g, q_decayed, k_decayed, A, decay, chunks.cu_seqlens, chunks.indices, scale, q.shape[1],
+        H=num_heads, K=key_dim, BT=BT, BK=TILE, num_warps=4, maxnreg=168,
+    )  # fmt: skip
+    return q_decayed, k_decayed, A, decay
+
+
+def _run_states(
+    x: Tensor,
+    y: Tensor,
+    decay: Tensor,
+    chunks: Chunks,
+    *,
+    states: Tensor | None = None,
+    z: Tensor | None = None,
+    A: Tensor | None = None,
+    o: Tensor | None = None,
+    s_first: Tensor | None = None,
+    s_last: Tensor | None = None,
+    backward: bool = False,
+    stages: int,
+) -> None:
+    _, num_tokens, num_heads, key_dim = x.shape
+    grid = (chunks.num_documents * num_heads * (y.shape[3] // TILE),)
+    gla_state_kernel[grid](
+        x, y, decay, states, z, A, o, s_first, s_last, chunks.cu_seqlens, chunks.offsets, chunks.order, num_tokens,
+        H=num_heads, K=key_dim, V=y.shape[3], BT=BT, BV=TILE, BACKWARD=backward, STAGES=stages, num_warps=4,
+    )  # fmt: skip

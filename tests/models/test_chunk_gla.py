@@ -1,0 +1,160 @@
+"""Gated linear attention's own kernels: numbers by Triton's interpreter, what is left to FLA, and FLA's on a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+triton = pytest.importorskip("triton")
+
+from flame.host_copy import send_and_remember  # noqa: E402
+from flame.models.chunk_bounds import longest_first  # noqa: E402
+from flame.models.chunk_gla import BT, TILE, make_chunk_gla, takes  # noqa: E402
+from flame.models.chunk_gla_kernels import gla_gradient_kernel, gla_prepare_kernel, gla_state_kernel  # noqa: E402
+
+# Against the recurrence in float64: short and long documents, lengths that chunks do not divide, several rows, initial
+# and final states, and gates so strong that a chunk is computed pair by pair.
+INTERPRETED = """
+import torch
+import torch.nn.functional as F
+from flame.models import chunk_gla as module
+from flame.models.backend import import_fla
+from flame.models.reference.gla import chunk_gla as reference
+
+import_fla()
+module.takes = lambda *_: True
+ours = module.make_chunk_gla(None)
+torch.manual_seed(0)
+for strength, bounds, batch, with_states in (
+    (1 / 16, [0, 100, 137], 1, False),
+    (1.0, [0, 5, 70], 1, True),
+    (40.0, [0, 64, 134], 1, True),
+    (1 / 16, None, 2, True),
+):
+    T = bounds[-1] if bounds else 70
+    cu_seqlens = bounds and torch.tensor(bounds, dtype=torch.int32)
+    q, k, v, g = (torch.randn(batch, T, 2, 64) for _ in range(4))
+    g = F.logsigmoid(g) * strength
+    h0 = torch.randn(len(bounds) - 1 if bounds else batch, 2, 64, 64) if with_states else None
+    inputs = [x.requires_grad_() for x in (q, k, v, g, h0) if x is not None]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    options = {"output_final_state": with_states, "state_v_first": True, "cu_seqlens": cu_seqlens}
+
+    def run(function, inputs, initial_state):
+        o, final = function(*inputs[:4], initial_state=initial_state, **options)
+        torch.manual_seed(1)
+        loss = (o * torch.randn(o.shape).to(o)).sum()
+        if final is not None:
+            loss = loss + (final * torch.randn(final.shape).to(final)).sum()
+        return [o, *([final] if final is not None else []), *torch.autograd.grad(loss, inputs)]
+
+    found = run(ours, inputs, h0)
+    right = run(reference, exact, None if h0 is None else exact[4])
+    names = ["o", *(["final"] if with_states else []), "dq", "dk", "dv", "dg", "dinitial"]
+    for name, a, b in zip(names, found, right):
+        error = float((a - b).norm() / b.norm())
+        # Of strong gates' gradients little is left of what is subtracted from each other.
+        limit = 5e-3 if name == "dg" and strength > 10 else 2e-5
+        assert error < limit, (strength, name, error)
+"""
+
+
+def test_interpreted_they_give_the_recurrence_and_its_gradients():
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", INTERPRETED], check=True, env=environment, timeout=600)
+
+
+def inputs(num_tokens: int, key_dim: int = 128, value_dim: int = 256, **options) -> list[torch.Tensor]:
+    """q, k, v, g of four heads."""
+    widths = (key_dim, key_dim, value_dim, key_dim)
+    q, k, v, g = (torch.randn(1, num_tokens, 4, width, **options) for width in widths)
+    return [q, k, v, F.logsigmoid(g) / 16]
+
+
+@pytest.mark.parametrize(
+    ("change", "of"),
+    [
+        (lambda q, k, v, g: (q, k, v, g.float()), "float32 gates"),
+        (lambda q, k, v, g: (q[..., :32], k[..., :32], v, g[..., :32]), "narrow keys"),
+        (lambda q, k, v, g: (q, k, v[..., :100], g), "values in no tiles"),
+        (lambda q, k, v, g: (q, k[:, :, :1], v, g), "shared keys"),
+    ],
+)
+def test_what_the_kernels_do_not_take_is_left_to_fla(change, of):
+    given = inputs(8, device="meta", dtype=torch.bfloat16)
+    assert takes(*given)
+    changed = change(*given)
+    assert not takes(*changed), of
+    calls = []
+    make_chunk_gla(lambda *args: calls.append(args))(*changed, scale=0.5, cu_seqlens="bounds")
+    assert calls[0][4:] == (0.5, None, False, False, "bounds", None)
+
+
+def test_states_in_the_other_layout_are_left_to_fla():
+    calls = []
+    given = inputs(8, device="meta", dtype=torch.bfloat16)
+    make_chunk_gla(lambda *args: calls.append(args))(*given, output_final_state=True)
+    assert len(calls) == 1
+
+
+def test_documents_by_length():
+    bounds = torch.tensor([0, 3, 10, 11, 18], dtype=torch.int32)
+    for known in (bounds, send_and_remember(bounds, torch.device("cpu"))):
+        order = longest_first(known)
+        assert order.tolist() == [1, 3, 0, 2]
+        assert order.dtype == torch.int32
+
+
+def test_they_fit_a_hopper_gpu(hopper):
+    """Two blocks or more in the shared memory of a multiprocessor, 228 KiB."""
+    x, decay, bounds = torch.empty(16, dtype=torch.bfloat16), torch.empty(16), torch.empty(16, dtype=torch.int32)
+    offsets, shape = torch.empty(16, dtype=torch.int64), {"H": 4, "K": 128, "BT": BT, "num_warps": 4}
+    launch = {"grid": (1,), "warmup": True, **shape}
+    values = {"V": 256, "BV": TILE}
+    compiled = [
+        gla_prepare_kernel.run(x, x, x, x, x, x, decay, bounds, bounds, 0.1, 65_536, BK=TILE, maxnreg=168, **launch),
+        gla_state_kernel.run(
+            *(x, x, decay, None, x, x, x, None, None, bounds, offsets, bounds, 65_536),
+            **{"BACKWARD": False, "STAGES": 2, **values, **launch},
+        ),
+        gla_state_kernel.run(
+            *(x, x, decay, x, x, x, x, None, None, bounds, offsets, bounds, 65_536),
+            **{"BACKWARD": True, "STAGES": 2, **values, **launch},
+        ),
+        gla_gradient_kernel.run(*[x] * 10, bounds, bounds, 0.1, 65_536, BK=TILE, STAGES=3, **values, **launch),
+    ]
+    assert max(each.metadata.shared for each in compiled) <= 114 * 1024
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("key_dim", [64, 128])
+@pytest.mark.parametrize("strength", [1.0, 16.0, 640.0])
+def test_on_a_gpu_they_are_as_near_to_the_recurrence_as_flas(strength, key_dim):
+    """Within twice FLA's error or 5e-3: scores within a chunk are bfloat16 here, as the results of both are."""
+    from fla.ops.gla.chunk import chunk_gla
+
+    from flame.models.reference.gla import chunk_gla as reference
+
+    torch.manual_seed(0)
+    bounds = torch.tensor([0, 700, 701, 1500], device="cuda", dtype=torch.int32)
+    given = [x.bfloat16() for x in inputs(1500, key_dim, device="cuda")]
+    given[3] = given[3] * strength
+    initial, gradient = torch.randn(3, 4, 256, key_dim, device="cuda"), torch.randn(1, 1500, 4, 256, device="cuda")
+
+    def run(function, *tensors):
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        options = {"output_final_state": True, "state_v_first": True, "cu_seqlens": bounds}
+        o, final = function(*leaves[:4], initial_state=leaves[4], **options)
+        loss = (o * gradient).sum() + final.sum()
+        return [x.double() for x in (o, final, *torch.autograd.grad(loss, leaves))]
+
+    exact = run(reference, *(x.double() for x in (*given, initial)))
+    ours, theirs = (run(function, *given, initial) for function in (make_chunk_gla(None), chunk_gla))
+    for own, other, right in zip(ours, theirs, exact, strict=True):
+        error, of_fla = (((each - right).norm() / right.norm()).item() for each in (own, other))
+        assert error < max(2 * of_fla, 5e-3)
