@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from flame.config import ActivationCheckpoint
 from flame.parallel.recompute_norms import find_norms
-from flame.parallel.shared_inputs import find_linears
+from flame.parallel.shared_inputs import can_share
 
 
 def recompute_blocks(blocks: Iterable[tuple[str, nn.Module]], options: ActivationCheckpoint) -> int:
@@ -47,8 +47,8 @@ def recomputes_norms(options: ActivationCheckpoint) -> bool:
 
 
 def has_norm_to_recompute(block: nn.Module) -> bool:
-    """Whether there is a norm, and a linear layer that may read its output."""
-    return bool(find_norms(block) and find_linears(block))
+    """Whether there is a norm, and a linear layer that may read its output and compute it again."""
+    return can_share(block) and bool(find_norms(block)) and any(type(each) is nn.Linear for each in block.modules())
 
 
 def keeps_operators(options: ActivationCheckpoint) -> bool:

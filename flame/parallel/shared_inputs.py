@@ -10,7 +10,7 @@ layer so receives the input gradient of the layers after it, and its matrix prod
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -21,6 +21,11 @@ from torch.distributed.tensor import DTensor
 from flame.parallel.recompute_norms import NormOutput, NormOutputs
 
 
+def can_share(block: nn.Module) -> bool:
+    """Whether a block is FLA's or transformers': users' own may checkpoint, compile or replace parts of themselves."""
+    return type(block).__module__.partition(".")[0] in ("fla", "transformers")
+
+
 def share_input_gradients(blocks: Iterable[tuple[str, nn.Module]], *, recompute_norms: bool = False) -> None:
     """Replace ``forward`` of blocks and of the linear layers in them.
 
@@ -28,19 +33,19 @@ def share_input_gradients(blocks: Iterable[tuple[str, nn.Module]], *, recompute_
     float8's) and those with distributed weights (tensor parallelism) go on as before.
 
     Args:
-        blocks: (name, module); no block inside another.
+        blocks: (name, module), of those that ``can_share``; no block inside another.
         recompute_norms: layers that read a norm's output do not keep it, but compute it again in the backward pass.
     """
     for _, block in blocks:
         inputs = _BlockInputs(NormOutputs(block) if recompute_norms else None)
         for linear in find_linears(block):
             linear.forward = partial(inputs.linear_forward, linear)
-        block.forward = partial(inputs.block_forward, block.forward)
+        block.forward = update_wrapper(partial(inputs.block_forward, block.forward), block.forward)
 
 
 def find_linears(block: nn.Module) -> list[nn.Module]:
-    """The layers of a block that can share."""
-    return [module for module in block.modules() if type(module) is nn.Linear]
+    """The layers of a block that can share: torch's own, which nobody has given another forward."""
+    return [module for module in block.modules() if type(module) is nn.Linear and "forward" not in vars(module)]
 
 
 class _BlockInputs:
@@ -56,7 +61,7 @@ class _BlockInputs:
 
     def block_forward(self, forward: Callable, *args: Any, **kwargs: Any) -> Any:
         """The block's forward."""
-        if not torch.is_grad_enabled():
+        if self._inputs is not None or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         self._inputs = {}
         if self._norms is not None:
@@ -68,9 +73,9 @@ class _BlockInputs:
             if self._norms is not None:
                 self._norms.end()
 
-    def linear_forward(self, linear: nn.Linear, x: Tensor) -> Tensor:
-        """A linear layer's forward: x [..., D] -> [..., O]."""
-        weight, bias = linear.weight, linear.bias
+    def linear_forward(self, linear: nn.Linear, input: Tensor) -> Tensor:
+        """A linear layer's forward: [..., D] -> [..., O]. The argument has its name in ``nn.Linear``."""
+        x, weight, bias = input, linear.weight, linear.bias
         if not (torch.is_grad_enabled() and x.requires_grad) or _needs_torch(x, weight):
             return F.linear(x, weight, bias)
         shared = self._find(x)
@@ -89,15 +94,10 @@ class _BlockInputs:
 
 
 def _needs_torch(x: Tensor, weight: Tensor) -> bool:
-    """Whether only torch's own linear knows what to do: tensors of several ranks, autocast, ``torch.func``.
-
-    torch 2.11-2.13 have no public name that tells of a ``torch.func`` transform, which an ``autograd.Function`` needs a
-    ``setup_context`` for, at twice the time on the host.
-    """
-    is_distributed = isinstance(x, DTensor) or isinstance(weight, DTensor)
+    """Whether only torch's own linear knows what to do: with tensors of several ranks, and under autocast."""
     device = x.device.type
     is_cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return is_distributed or is_cast or torch._C._are_functorch_transforms_active()
+    return is_cast or isinstance(x, DTensor) or isinstance(weight, DTensor)
 
 
 class _SharedInput:

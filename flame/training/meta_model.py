@@ -17,7 +17,7 @@ from flame.parallel.float8 import check_layout, convert_to_float8
 from flame.parallel.pipeline_cut import PipelineCut
 from flame.parallel.pipeline_plan import splits_backward
 from flame.parallel.recompute import has_norm_to_recompute, recomputes_norms
-from flame.parallel.shared_inputs import share_input_gradients
+from flame.parallel.shared_inputs import can_share, share_input_gradients
 from flame.parallel.stages import Microbatches, attach_stage_forward, cut_stage
 from flame.parallel.tensor_plans import share_model
 
@@ -73,16 +73,18 @@ def _share_input_gradients(config: JobConfig, model: nn.Module, dist: Distribute
     """Make linear layers that share an input add up its gradient, where nothing stands against it.
 
     Left out: with a compiler, which fuses those sums itself; with tensor parallelism; with schedules that compute
-    gradients of inputs and weights at different times.
+    gradients of inputs and weights at different times; blocks of users' own.
 
     Raises:
-        UserError: norms to compute again, and no block has any.
+        UserError: norms to compute again, and no block can.
     """
-    options, blocks = config.activation_checkpoint, find_blocks(model)
+    options = config.activation_checkpoint
+    blocks = [(name, block) for name, block in find_blocks(model) if can_share(block)]
     if recomputes_norms(options) and not any(has_norm_to_recompute(block) for _, block in blocks):
         raise UserError(
-            "activation_checkpoint.selective_ac_option = norm: no block of this model has a norm whose output a "
-            "torch.nn.Linear may read; op, a number or activation_checkpoint.mode full do for every model"
+            "activation_checkpoint.selective_ac_option = norm: takes models whose blocks are FLA's or transformers' "
+            "and have norms (classes called …Norm) that a torch.nn.Linear may read, and this model has none; op, a "
+            "number or activation_checkpoint.mode full do for every model"
         )
     is_split = dist.degrees.pipeline > 1 and splits_backward(config.experimental)
     if not (config.training.compile or dist.degrees.tensor > 1 or is_split):

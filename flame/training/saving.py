@@ -108,12 +108,14 @@ class Saves:
         if save is not None and self.dist.is_main and waited >= NOTICEABLE_SECONDS:
             logger.warning(
                 "training waited %.2f s to save step %d, since step %d was still being saved: a longer "
-                "checkpoint.interval (now %d %s) or a faster disk helps",
+                "checkpoint.interval (%d %s) or a faster disk helps",
                 waited,
                 step,
                 save.step,
                 self.section.interval,
-                self.section.interval_type,
+                self.section.interval_type
+                if self.section.interval > 1
+                else self.section.interval_type.removesuffix("s"),
             )
         self._report(save)
 
@@ -133,7 +135,7 @@ class Saves:
         else:
             self.saved_step = save.step
             logger.info(
-                "checkpoint of step %d saved in %.1f s, of which training waited %.2f s",
+                "checkpoint of step %d saved in %.1f s; training waited %.2f s for its copy",
                 save.step,
                 save.total_seconds,
                 save.blocked_seconds,

@@ -225,8 +225,10 @@ def test_a_backward_frees_inputs_and_outputs_of_norms(block):
         gc.enable()
 
 
-def test_blocks_with_norms_are_counted():
+def test_blocks_of_libraries_with_norms_are_counted(monkeypatch):
     options = ActivationCheckpoint("selective", "norm")
+    assert recompute_blocks([("of a user", Block())], options) == 0
+    monkeypatch.setattr(Block, "__module__", "fla.models.modeling")
     blocks = {"plain": nn.Linear(4, 4), "norm": nn.LayerNorm(4), "both": Block()}
     assert recompute_blocks(blocks.items(), options) == 1
     assert all("forward" not in vars(block) for block in blocks.values())

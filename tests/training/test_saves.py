@@ -51,11 +51,11 @@ def test_a_save_that_waits_for_the_one_before_says_so(tmp_path, caplog):
     [warning] = warnings_of(caplog)
     waited = re.fullmatch(
         r"training waited (\S+) s to save step 24, since step 12 was still being saved: "
-        r"a longer checkpoint\.interval \(now 12 steps\) or a faster disk helps",
+        r"a longer checkpoint\.interval \(12 steps\) or a faster disk helps",
         warning,
     )
     assert float(waited[1]) > 0
-    assert re.search(r"checkpoint of step 12 saved in \S+ s, of which training waited \S+ s", caplog.text)
+    assert re.search(r"checkpoint of step 12 saved in \S+ s; training waited \S+ s for its copy", caplog.text)
     saves.close(timeout=30)
 
 
