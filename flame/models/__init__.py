@@ -18,6 +18,7 @@ selective_scan    Mamba's scan in Triton, with ``selective_scan_kernels``
 ssd               Mamba-2's scan as linear attention
 chunk_backward    one backward step that FLA refuses on some GPUs
 chunk_bounds      chunks of packed documents, counted on the host
+chunk_gla         gated linear attention in Triton for Hopper GPUs, with ``chunk_gla_kernels``
 swiglu_kernels    SwiGLU in Triton at the memory's bandwidth
 rotary_kernels    rotary embeddings of whole heads likewise
 tuning            how the candidates of a Triton kernel are compiled and timed

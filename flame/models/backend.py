@@ -13,7 +13,7 @@ Ten sets of replacements, written against flash-linear-attention 0.6:
 - the loss: FLA multiplies float32 matrices for the output projection's gradient (flame/models/linear_cross_entropy.py).
 - SwiGLU, rotary embeddings and the norms' backward: FLA's do not use the memory's bandwidth, or use more than they need
   (flame/models/swiglu_kernels.py, rotary_kernels.py).
-- gated linear attention: FLA's kernels take three times as long (flame/models/chunk_gla.py).
+- gated linear attention: on Hopper GPUs FLA's kernels take three times as long (flame/models/chunk_gla.py).
 - chunks of packed documents: FLA counts them on the device and waits for it (flame/models/chunk_bounds.py).
 - autotuning: Triton tries the candidates of a kernel one after the other (flame/models/tuning.py), also where it has
   been found out before which is the fastest (flame/models/tuned.py).

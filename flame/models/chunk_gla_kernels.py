@@ -18,8 +18,9 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# 2^(G_t - G_j) is taken as 2^(G_t - R) 2^(R - G_j), which makes A a matrix product; R is half of G_last. Chunks whose
-# factors could leave float32 (log2 above this) compute it pair by pair: those that decay by more than e^-139.
+# 2^(G_t - G_j) is taken as 2^(G_t - R) 2^(R - G_j), which makes A a matrix product; R is half of G_last. Where one of
+# 64 channels decays by more than 2^-200 (e^-139) in a chunk, a factor could leave float32: the scores of that head's
+# chunk are then computed pair by pair, which is slow.
 LARGEST_EXPONENT = tl.constexpr(100.0)
 
 
@@ -172,7 +173,7 @@ def gla_gradient_kernel(
     m_t = r < left
     base = (first * H + i_h) * K
     p_k = base + r[:, None] * (H * K) + o_k[None, :]
-    b_g = tl.load(g + p_k, mask=m_t[:, None], other=0.0)  # first of all: there is nothing to wait for yet
+    b_g = tl.load(g + p_k, mask=m_t[:, None], other=0.0)  # before the loop, to arrive while it runs
     b_k = tl.load(k + p_k, mask=m_t[:, None], other=0.0).to(tl.float32)
     b_dq = tl.zeros([BT, BK], dtype=tl.float32)
     b_dk = tl.zeros([BT, BK], dtype=tl.float32)
@@ -212,14 +213,13 @@ def gla_gradient_kernel(
         b_dq *= tl.math.exp2(b_G) * scale
         b_dk *= tl.math.exp2(b_last[None, :] - b_G)
         b_dlast = b_dlast * tl.math.exp2(b_last) + tl.sum(b_dk * b_k, 0)
-        b_Gj = tl.zeros([BK], dtype=tl.float32)
         for j in range(min(BT, left)):
-            b_Gj += tl.load(g + base + j * (H * K) + o_k).to(tl.float32) * LOG2E
+            b_Gj = tl.sum(tl.where((r == j)[:, None], b_G, 0.0), 0)  # no other sum: dg takes differences
             b_kj = tl.load(k + base + j * (H * K) + o_k).to(tl.float32)
             b_qj = tl.load(q + base + j * (H * K) + o_k).to(tl.float32)
             b_column = tl.sum(tl.where((r == j)[None, :], b_dA, 0.0), 1)
             b_row = tl.sum(tl.where((r == j)[:, None], b_dA, 0.0), 0)
-            b_d = tl.where((r == j)[:, None], 0.0, b_G - b_Gj[None, :])
+            b_d = b_G - b_Gj[None, :]
             b_dq += tl.where((r >= j)[:, None], b_column[:, None] * b_kj[None, :] * tl.math.exp2(b_d), 0.0)
             b_dk += tl.where((r <= j)[:, None], b_row[:, None] * b_qj[None, :] * tl.math.exp2(-b_d), 0.0)
     tl.store(dq + p_k, b_dq.to(dq.dtype.element_ty), mask=m_t[:, None])
@@ -230,7 +230,7 @@ def gla_gradient_kernel(
     b_k = tl.load(k + p_k, mask=m_t[:, None], other=0.0).to(tl.float32)
     b_dg = b_q * b_dq - b_k * b_dk
     ones = tl.where(r[:, None] <= r[None, :], 1.0, 0.0)
-    if dg.dtype.element_ty == tl.float32:
+    if dg.dtype.element_ty == tl.float32:  # in tests by the interpreter, which has no bfloat16 products
         b_dg = tl.dot(ones, b_dg, input_precision="ieee")
     else:  # in two halves of each summand, for the tensor cores
         b_high = b_dg.to(tl.bfloat16)

@@ -34,7 +34,8 @@ def share_input_gradients(blocks: Iterable[tuple[str, nn.Module]], *, recompute_
 
     Args:
         blocks: (name, module), of those that ``can_share``; no block inside another.
-        recompute_norms: layers that read a norm's output do not keep it, but compute it again in the backward pass.
+        recompute_norms: layers that read a norm's output do not keep it, but compute it again in the backward pass;
+            blocks must not checkpoint parts of themselves then.
     """
     for _, block in blocks:
         inputs = _BlockInputs(NormOutputs(block) if recompute_norms else None)
@@ -84,7 +85,7 @@ class _BlockInputs:
         return y.view(*x.shape[:-1], weight.shape[0])
 
     def _find(self, x: Tensor) -> _SharedInput:
-        if self._inputs is None:  # recomputed by a checkpoint inside the block: the same tensors must be saved
+        if self._inputs is None:  # outside of the block's forward, such as in a checkpoint's second run of a part
             return _SharedInput(x, None)
         shared = self._inputs.get(id(x))
         if shared is None or shared.version != x._version:  # new, or written to since

@@ -38,12 +38,12 @@ for strength, bounds, batch, with_states in (
 ):
     T = bounds[-1] if bounds else 70
     cu_seqlens = bounds and torch.tensor(bounds, dtype=torch.int32)
-    q, k, v, g = (torch.randn(batch, T, 2, 64) for _ in range(4))
+    q, k, v, g = (torch.randn(batch, T, 2, width) for width in (128, 128, 192, 128))  # tiles of both kinds of channels
     g = F.logsigmoid(g) * strength
-    h0 = torch.randn(len(bounds) - 1 if bounds else batch, 2, 64, 64) if with_states else None
+    h0 = torch.randn(len(bounds) - 1 if bounds else batch, 2, 192, 128) if with_states else None
     inputs = [x.requires_grad_() for x in (q, k, v, g, h0) if x is not None]
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    options = {"output_final_state": with_states, "state_v_first": True, "cu_seqlens": cu_seqlens}
+    options = {"scale": 0.3, "output_final_state": with_states, "state_v_first": True, "cu_seqlens": cu_seqlens}
 
     def run(function, inputs, initial_state):
         o, final = function(*inputs[:4], initial_state=initial_state, **options)
@@ -58,9 +58,8 @@ for strength, bounds, batch, with_states in (
     names = ["o", *(["final"] if with_states else []), "dq", "dk", "dv", "dg", "dinitial"]
     for name, a, b in zip(names, found, right):
         error = float((a - b).norm() / b.norm())
-        # Of strong gates' gradients little is left of what is subtracted from each other.
-        limit = 5e-3 if name == "dg" and strength > 10 else 2e-5
-        assert error < limit, (strength, name, error)
+        # The decays of strong gates are sums far from zero, whose rounding their exponentials multiply.
+        assert error < (2e-4 if strength > 10 else 2e-5), (strength, name, error)
 """
 
 
@@ -95,11 +94,28 @@ def test_what_the_kernels_do_not_take_is_left_to_fla(change, of):
     assert calls[0][4:] == (0.5, None, False, False, "bounds", None)
 
 
-def test_states_in_the_other_layout_are_left_to_fla():
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"output_final_state": True},  # in the other layout
+        {"initial_state": torch.empty(1, 4, 256, 128).half(), "state_v_first": True},
+        {"initial_state": torch.empty(2, 4, 256, 128), "state_v_first": True},
+        {"initial_state": torch.empty(1, 4, 256, 128), "cu_seqlens": torch.tensor([0, 3, 8]), "state_v_first": True},
+    ],
+)
+def test_states_that_fla_refuses_or_has_otherwise_are_left_to_it(options):
     calls = []
     given = inputs(8, device="meta", dtype=torch.bfloat16)
-    make_chunk_gla(lambda *args: calls.append(args))(*given, output_final_state=True)
+    make_chunk_gla(lambda *args: calls.append(args))(*given, **options)
     assert len(calls) == 1
+
+
+def test_plans_take_the_kernels_of_this_machines_gpu(monkeypatch):
+    given = inputs(8, device="meta", dtype=torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, expected in (((9, 0), True), ((8, 0), False), ((10, 0), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device, found=capability: found)
+        assert takes(*given) == expected
 
 
 def test_documents_by_length():
@@ -117,6 +133,10 @@ def test_they_fit_a_hopper_gpu(hopper):
     launch = {"grid": (1,), "warmup": True, **shape}
     values = {"V": 256, "BV": TILE}
     compiled = [
+        gla_state_kernel.run(
+            *(x, x, decay, x, None, None, None, decay, None, None, None, None, 65_536),
+            **{"BACKWARD": False, "STAGES": 3, **values, **launch},
+        ),
         gla_prepare_kernel.run(x, x, x, x, x, x, decay, bounds, bounds, 0.1, 65_536, BK=TILE, maxnreg=168, **launch),
         gla_state_kernel.run(
             *(x, x, decay, None, x, x, x, None, None, bounds, offsets, bounds, 65_536),
@@ -128,7 +148,7 @@ def test_they_fit_a_hopper_gpu(hopper):
         ),
         gla_gradient_kernel.run(*[x] * 10, bounds, bounds, 0.1, 65_536, BK=TILE, STAGES=3, **values, **launch),
     ]
-    assert max(each.metadata.shared for each in compiled) <= 114 * 1024
+    assert max(each.metadata.shared for each in compiled) <= 113 * 1024  # each takes 1 KiB besides
 
 
 @pytest.mark.gpu
@@ -136,9 +156,14 @@ def test_they_fit_a_hopper_gpu(hopper):
 @pytest.mark.parametrize("strength", [1.0, 16.0, 640.0])
 def test_on_a_gpu_they_are_as_near_to_the_recurrence_as_flas(strength, key_dim):
     """Within twice FLA's error or 5e-3: scores within a chunk are bfloat16 here, as the results of both are."""
-    from fla.ops.gla.chunk import chunk_gla
-
+    from flame.models.backend import import_fla, uninstall
     from flame.models.reference.gla import chunk_gla as reference
+
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("kernels for Hopper GPUs")
+    import_fla()
+    uninstall()  # whatever an earlier test has put in the place of FLA's
+    from fla.ops.gla import chunk_gla
 
     torch.manual_seed(0)
     bounds = torch.tensor([0, 700, 701, 1500], device="cuda", dtype=torch.int32)
