@@ -300,11 +300,15 @@ def _install_kernels() -> None:
     from flame.models import rotary_kernels, swiglu_kernels
     from flame.models.chunk_gla import make_chunk_gla
 
-    wrap_operator("fla.ops.gla", "chunk_gla", make_chunk_gla)
     activations = "fla.modules.activations.ops"
-    wrap_operator(activations, "swiglu_fwd", swiglu_kernels.make_swiglu_forward)
-    wrap_operator(activations, "swiglu_fwdbwd", swiglu_kernels.make_swiglu_backward)
-    wrap_operator("fla.modules.rotary", "rotary_embedding", rotary_kernels.make_rotary_embedding)
+    wrap_operators(
+        [
+            ("fla.ops.gla", "chunk_gla", make_chunk_gla),
+            (activations, "swiglu_fwd", swiglu_kernels.make_swiglu_forward),
+            (activations, "swiglu_fwdbwd", swiglu_kernels.make_swiglu_backward),
+            ("fla.modules.rotary", "rotary_embedding", rotary_kernels.make_rotary_embedding),
+        ]
+    )
     norms = importlib.import_module("fla.modules.norm.layernorm")
     count = find_operator("fla.modules.norm.layernorm", "get_multiprocessor_count")
     _replace(norms, "get_multiprocessor_count", lambda device=0: NORM_PROGRAMS * count(device))

@@ -105,6 +105,7 @@ class Saves:
         started = time.monotonic()
         save = self.checkpoints.finish_save()
         waited = time.monotonic() - started
+        interval, unit = self.section.interval, self.section.interval_type
         if save is not None and self.dist.is_main and waited >= NOTICEABLE_SECONDS:
             logger.warning(
                 "training waited %.2f s to save step %d, since step %d was still being saved: a longer "
@@ -112,10 +113,8 @@ class Saves:
                 waited,
                 step,
                 save.step,
-                self.section.interval,
-                self.section.interval_type
-                if self.section.interval > 1
-                else self.section.interval_type.removesuffix("s"),
+                interval,
+                unit if interval > 1 else unit.removesuffix("s"),
             )
         self._report(save)
 

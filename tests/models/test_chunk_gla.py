@@ -14,7 +14,17 @@ triton = pytest.importorskip("triton")
 
 from flame.host_copy import send_and_remember  # noqa: E402
 from flame.models.chunk_bounds import longest_first  # noqa: E402
-from flame.models.chunk_gla import BT, TILE, make_chunk_gla, takes  # noqa: E402
+from flame.models.chunk_gla import (  # noqa: E402
+    BT,
+    GRADIENT_STAGES,
+    NUM_WARPS,
+    OUTPUT_STAGES,
+    PREPARE_REGISTERS,
+    STATE_STAGES,
+    TILE,
+    make_chunk_gla,
+    takes,
+)
 from flame.models.chunk_gla_kernels import gla_gradient_kernel, gla_prepare_kernel, gla_state_kernel  # noqa: E402
 
 # Against the recurrence in float64: short and long documents, lengths that chunks do not divide, several rows, initial
@@ -129,24 +139,28 @@ def test_documents_by_length():
 def test_they_fit_a_hopper_gpu(hopper):
     """Two blocks or more in the shared memory of a multiprocessor, 228 KiB."""
     x, decay, bounds = torch.empty(16, dtype=torch.bfloat16), torch.empty(16), torch.empty(16, dtype=torch.int32)
-    offsets, shape = torch.empty(16, dtype=torch.int64), {"H": 4, "K": 128, "BT": BT, "num_warps": 4}
+    offsets, shape = torch.empty(16, dtype=torch.int64), {"H": 4, "K": 128, "BT": BT, "num_warps": NUM_WARPS}
     launch = {"grid": (1,), "warmup": True, **shape}
     values = {"V": 256, "BV": TILE}
     compiled = [
         gla_state_kernel.run(
             *(x, x, decay, x, None, None, None, decay, None, None, None, None, 65_536),
-            **{"BACKWARD": False, "STAGES": 3, **values, **launch},
+            **{"BACKWARD": False, "STAGES": STATE_STAGES, **values, **launch},
         ),
-        gla_prepare_kernel.run(x, x, x, x, x, x, decay, bounds, bounds, 0.1, 65_536, BK=TILE, maxnreg=168, **launch),
+        gla_prepare_kernel.run(
+            x, x, x, x, x, x, decay, bounds, bounds, 0.1, 65_536, BK=TILE, maxnreg=PREPARE_REGISTERS, **launch
+        ),
         gla_state_kernel.run(
             *(x, x, decay, None, x, x, x, None, None, bounds, offsets, bounds, 65_536),
-            **{"BACKWARD": False, "STAGES": 2, **values, **launch},
+            **{"BACKWARD": False, "STAGES": OUTPUT_STAGES, **values, **launch},
         ),
         gla_state_kernel.run(
             *(x, x, decay, x, x, x, x, None, None, bounds, offsets, bounds, 65_536),
-            **{"BACKWARD": True, "STAGES": 2, **values, **launch},
+            **{"BACKWARD": True, "STAGES": OUTPUT_STAGES, **values, **launch},
         ),
-        gla_gradient_kernel.run(*[x] * 10, bounds, bounds, 0.1, 65_536, BK=TILE, STAGES=3, **values, **launch),
+        gla_gradient_kernel.run(
+            *[x] * 10, bounds, bounds, 0.1, 65_536, BK=TILE, STAGES=GRADIENT_STAGES, **values, **launch
+        ),
     ]
     assert max(each.metadata.shared for each in compiled) <= 113 * 1024  # each takes 1 KiB besides
 

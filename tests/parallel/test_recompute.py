@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flame.config import ActivationCheckpoint
 from flame.parallel.recompute import recompute_blocks
+from tests.parallel.calls import Calls
 
 
 class Block(nn.Module):
@@ -66,18 +66,6 @@ class Attends(nn.Module):
         q = self.inner(x).view(-1, 1, 8)
         bounds = torch.empty(3, dtype=torch.int32, device="meta")
         return self.outer(varlen_attn(q, q, q, bounds, bounds, 4, 4, window_size=(-1, 0)).flatten(1))
-
-
-class Calls(TorchDispatchMode):
-    """Names of the operators that were called."""
-
-    def __init__(self):
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        self.names.append(operator.name())
-        return operator(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(("mode", "runs"), [("none", 1), ("selective", 1), ("full", 2)])

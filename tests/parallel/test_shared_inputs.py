@@ -11,7 +11,6 @@ import weakref
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -22,6 +21,7 @@ from flame.models.loss import attach_training_forward
 from flame.parallel.recompute import recompute_blocks
 from flame.parallel.shared_inputs import can_share, share_input_gradients
 from flame.paths import find_resource
+from tests.parallel.calls import Calls
 
 WIDTH = 16
 LLAMA = {
@@ -79,24 +79,14 @@ def test_numbers_are_the_same(shape):
         assert_same(numbers(plain, x), numbers(shared, x))
 
 
-class Counter(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
 def test_gradients_are_added_by_the_products():
     counts = []
     for model in make_models():
         x = torch.randn(2, 5, WIDTH, dtype=torch.float64, requires_grad=True)
         loss = model(x).sum()
-        with Counter() as counter:
+        with Calls() as calls:
             loss.backward()
-        counts.append([counter.names.count(name) for name in ("aten::add.Tensor", "aten::add_.Tensor", "aten::addmm_")])
+        counts.append([calls.names.count(name) for name in ("aten::add.Tensor", "aten::add_.Tensor", "aten::addmm_")])
     (plain_adds, plain_in_place, none), (adds, in_place, products) = counts
     assert (none, products) == (0, 2 * 2)
     assert plain_adds + plain_in_place - adds - in_place == 2 * 2
@@ -311,10 +301,10 @@ def test_gradients_of_every_family(family, recompute_norms):
         ids = torch.randint(0, 64, (1, 48), generator=torch.Generator().manual_seed(0))
         bounds = torch.tensor([0, 20, 48], dtype=torch.int32)
         loss = model.double().train()(ids, labels=ids.roll(-1, 1), cu_seqlens=bounds)
-        with Counter() as counter:
+        with Calls() as calls:
             loss.backward()
         one_projection = family in ("mamba", "mamba2")  # and no MLP
-        assert ("aten::addmm_" in counter.names) == (share and not one_projection)
+        assert ("aten::addmm_" in calls.names) == (share and not one_projection)
         return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
 
     setup_backend("reference", "cpu")
