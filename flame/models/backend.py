@@ -41,7 +41,6 @@ import torch
 from flame.errors import UserError
 from flame.models import chunk_bounds
 from flame.models.attention import Attention, resolve_attention_backend
-from flame.models.chunk_backward import chunk_bwd_dqkwg
 from flame.models.generation import is_cache_renamed, prepare_inputs_for_generation
 from flame.models.linear_cross_entropy import make_fused_loss
 from flame.models.native_attention import register_native_attention
@@ -183,8 +182,6 @@ def setup_backend(
         wrap_operator("fla.modules.fused_linear_cross_entropy", "fused_linear_cross_entropy_loss", make_fused_loss)
         wrap_operators((module, name, getattr(chunk_bounds, maker)) for module, name, maker in chunk_bounds.REPLACED)
         _install_kernels()
-        if needs_chunk_backward():
-            _install_chunk_backward()
     _attention[:] = [Attention(attention, context_len)]
     _install_attention(_attention[0])
     _install_state_space(resolved)
@@ -298,6 +295,7 @@ def _install_reference() -> None:
 def _install_kernels() -> None:
     # Triton is there on Linux only.
     from flame.models import rotary_kernels, swiglu_kernels
+    from flame.models.chunk_backward_kernels import make_chunk_bwd_dqkwg
     from flame.models.chunk_gla import make_chunk_gla
 
     activations = "fla.modules.activations.ops"
@@ -307,6 +305,7 @@ def _install_kernels() -> None:
             (activations, "swiglu_fwd", swiglu_kernels.make_swiglu_forward),
             (activations, "swiglu_fwdbwd", swiglu_kernels.make_swiglu_backward),
             ("fla.modules.rotary", "rotary_embedding", rotary_kernels.make_rotary_embedding),
+            *([("fla.ops.common.chunk_o", "chunk_bwd_dqkwg", make_chunk_bwd_dqkwg)] if needs_chunk_backward() else ()),
         ]
     )
     norms = importlib.import_module("fla.modules.norm.layernorm")
@@ -325,15 +324,6 @@ def needs_chunk_backward() -> bool:
 
 def _release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.match(r"\d+(?:\.\d+)*", version).group().split("."))
-
-
-def _install_chunk_backward() -> None:
-    original = find_operator("fla.ops.common.chunk_o", "chunk_bwd_dqkwg")
-
-    def chunk_bwd_dqkwg_or_kernel(*args: Any, g: Any = None, **options: Any) -> Any:
-        return original(*args, **options) if g is None else chunk_bwd_dqkwg(*args, g=g, **options)
-
-    _replace_everywhere((original, chunk_bwd_dqkwg_or_kernel))
 
 
 def _install_tuning(shipped: bool) -> None:
