@@ -16,7 +16,8 @@ native_recurrence packed documents in transformers' convolutions and recurrences
 state_space       Mamba's and Mamba-2's mixers, on ``selective_scan`` and ``ssd``
 selective_scan    Mamba's scan in Triton, with ``selective_scan_kernels``
 ssd               Mamba-2's scan as linear attention
-chunk_backward    one backward step that FLA refuses on some GPUs
+chunk_backward    one backward step that FLA refuses on some GPUs, with ``chunk_backward_kernels``
+conv_backward     which kernel of FLA's computes the backward of short convolutions
 chunk_bounds      chunks of packed documents, counted on the host
 chunk_gla         gated linear attention in Triton for Hopper GPUs, with ``chunk_gla_kernels``
 swiglu_kernels    SwiGLU in Triton at the memory's bandwidth

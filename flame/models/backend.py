@@ -297,11 +297,13 @@ def _install_kernels() -> None:
     from flame.models import rotary_kernels, swiglu_kernels
     from flame.models.chunk_backward_kernels import make_chunk_bwd_dqkwg
     from flame.models.chunk_gla import make_chunk_gla
+    from flame.models.conv_backward import make_causal_conv1d_bwd
 
     activations = "fla.modules.activations.ops"
     wrap_operators(
         [
             ("fla.ops.gla", "chunk_gla", make_chunk_gla),
+            ("fla.modules.causal_conv1d.ops", "causal_conv1d_bwd", make_causal_conv1d_bwd),
             (activations, "swiglu_fwd", swiglu_kernels.make_swiglu_forward),
             (activations, "swiglu_fwdbwd", swiglu_kernels.make_swiglu_backward),
             ("fla.modules.rotary", "rotary_embedding", rotary_kernels.make_rotary_embedding),

@@ -112,7 +112,8 @@ class _Gradients:
         torch.mm(narrow, self._weight, out=self._of_x[rows])
         if not x.is_cpu and x.dtype in (torch.float16, torch.bfloat16):
             # Half-precision operands with a float32 result run on the tensor cores; float32 operands would not.
-            self._of_weight += torch.mm(narrow.t(), x, out_dtype=self._of_weight.dtype)
+            of_weight = self._of_weight
+            torch.addmm(of_weight, narrow.t(), x, out_dtype=of_weight.dtype, out=of_weight)
         else:
             self._of_weight.addmm_(grad.t().to(self._of_weight.dtype), x.to(self._of_weight.dtype))
         if self._of_bias is not None:

@@ -8,7 +8,7 @@ precision           the dtype that a model computes in
 fsdp                parameters sharded, on one device as on many
 offload             what the host's memory keeps
 clip                gradient clipping over all of that
-shared_inputs       linear layers that add up the gradient of an input they share
+shared_inputs       linear layers that add up the gradient of an input they share; ``residual_norms`` norms that do
 recompute           activation checkpointing; ``recompute_norms`` of what norms give
 compile             torch.compile, block by block
 float8              matrix products in 8 bits

@@ -17,6 +17,7 @@ from flame.parallel.float8 import check_layout, convert_to_float8
 from flame.parallel.pipeline_cut import PipelineCut
 from flame.parallel.pipeline_plan import splits_backward
 from flame.parallel.recompute import has_norm_to_recompute, recomputes_norms
+from flame.parallel.residual_norms import add_residual_gradients
 from flame.parallel.shared_inputs import can_share, share_input_gradients
 from flame.parallel.stages import Microbatches, attach_stage_forward, cut_stage
 from flame.parallel.tensor_plans import share_model
@@ -70,7 +71,7 @@ def _share(config: JobConfig, model: nn.Module, dist: Distributed) -> HeadLoss |
 
 
 def _share_input_gradients(config: JobConfig, model: nn.Module, dist: Distributed) -> None:
-    """Make linear layers that share an input add up its gradient, where nothing stands against it.
+    """Make linear layers, and norms, that share an input add up its gradient, where nothing stands against it.
 
     Left out: with a compiler, which fuses those sums itself; with tensor parallelism; with schedules that compute
     gradients of inputs and weights at different times; blocks of users' own.
@@ -88,4 +89,5 @@ def _share_input_gradients(config: JobConfig, model: nn.Module, dist: Distribute
         )
     is_split = dist.degrees.pipeline > 1 and splits_backward(config.experimental)
     if not (config.training.compile or dist.degrees.tensor > 1 or is_split):
+        add_residual_gradients(blocks)
         share_input_gradients(blocks, recompute_norms=recomputes_norms(options))

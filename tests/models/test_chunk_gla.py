@@ -168,17 +168,14 @@ def test_they_fit_a_hopper_gpu(hopper):
 @pytest.mark.gpu
 @pytest.mark.parametrize("key_dim", [64, 128])
 @pytest.mark.parametrize("strength", [1.0, 16.0, 640.0])
-def test_on_a_gpu_they_are_as_near_to_the_recurrence_as_flas(strength, key_dim):
-    """Within twice FLA's error or 5e-3: scores within a chunk are bfloat16 here, as the results of both are."""
-    from flame.models.backend import import_fla, uninstall
+def test_on_a_gpu_they_are_near_the_recurrence(strength, key_dim):
+    """5e-3: scores within a chunk and all results are bfloat16. docs/numerics.md has FLA's own distances."""
+    from flame.models.backend import import_fla
     from flame.models.reference.gla import chunk_gla as reference
 
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("kernels for Hopper GPUs")
     import_fla()
-    uninstall()  # whatever an earlier test has put in the place of FLA's
-    from fla.ops.gla import chunk_gla
-
     torch.manual_seed(0)
     bounds = torch.tensor([0, 700, 701, 1500], device="cuda", dtype=torch.int32)
     given = [x.bfloat16() for x in inputs(1500, key_dim, device="cuda")]
@@ -193,7 +190,5 @@ def test_on_a_gpu_they_are_as_near_to_the_recurrence_as_flas(strength, key_dim):
         return [x.double() for x in (o, final, *torch.autograd.grad(loss, leaves))]
 
     exact = run(reference, *(x.double() for x in (*given, initial)))
-    ours, theirs = (run(function, *given, initial) for function in (make_chunk_gla(None), chunk_gla))
-    for own, other, right in zip(ours, theirs, exact, strict=True):
-        error, of_fla = (((each - right).norm() / right.norm()).item() for each in (own, other))
-        assert error < max(2 * of_fla, 5e-3)
+    for own, right in zip(run(make_chunk_gla(None), *given, initial), exact, strict=True):
+        assert (own - right).norm() < 5e-3 * right.norm()

@@ -19,6 +19,7 @@ from flame.models import build_model, find_blocks, init_weights
 from flame.models.backend import setup_backend, uninstall
 from flame.models.loss import attach_training_forward
 from flame.parallel.recompute import recompute_blocks
+from flame.parallel.residual_norms import add_residual_gradients
 from flame.parallel.shared_inputs import can_share, share_input_gradients
 from flame.paths import find_resource
 from tests.parallel.calls import Calls
@@ -297,6 +298,7 @@ def test_gradients_of_every_family(family, recompute_norms):
         model.to_empty(device="cpu")
         init_weights(model, built.recipe, 0, built.tied)
         if share:
+            add_residual_gradients(find_blocks(model))
             share_input_gradients(find_blocks(model), recompute_norms=recompute_norms)
         ids = torch.randint(0, 64, (1, 48), generator=torch.Generator().manual_seed(0))
         bounds = torch.tensor([0, 20, 48], dtype=torch.int32)
