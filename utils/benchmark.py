@@ -34,10 +34,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, flame need not be installed
 
+from flame.launch.caches import FOLDERS
 from utils.arguments import count, output_file, positive
 from utils.short_job import ROOT, card, commit, ending_with_us, job_options
 
-CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 FIRST_STEP = re.compile(r"first step done ([\d.]+) s after")
 PROFILED_STEP = 10
 NUM_KERNELS, NUM_GAPS = 25, 10
@@ -120,6 +120,7 @@ def summarise(rows: list[dict[str, Any]], skip: int, flops_ratio: float) -> dict
         "data_time_pct": median("data_time_pct"),
         "first_loss": rows[0]["loss"],
         "last_loss": statistics.fmean(row["loss"] for row in rows[-5:]),
+        "losses": [row["loss"] for row in rows],
     }
 
 
@@ -192,7 +193,7 @@ def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         data = {"training.dataset": str(scratch / "rows")}
     environment = {"FLA_CACHE_RESULTS": "1"}
     if options.cold:
-        environment |= {name: str(scratch / name) for name in CACHES}
+        environment |= {name: str(scratch / name) for name in FOLDERS}
     output = train(job_arguments(options, scratch / "run", data, options.steps), environment)
     rows = read_rows(scratch / "run")
     result = summarise(rows, min(options.skip, len(rows) - 1), torchtitan_ratio(options.config, options.context_len))

@@ -82,10 +82,7 @@ def _chunk_bwd_dqkwg(
     num_v_heads, value_dim = v.shape[2:]
     tile_keys, tile_values, num_warps = choose_tiles(key_dim, value_dim)
     num_tiles = triton.cdiv(key_dim, tile_keys)
-    if cu_seqlens is None:
-        num_chunks = batch_size * triton.cdiv(num_tokens, chunk_size)
-    else:
-        num_chunks = len(chunk_indices)
+    num_chunks = batch_size * triton.cdiv(num_tokens, chunk_size) if cu_seqlens is None else len(chunk_indices)
     shape = batch_size, num_tokens, num_v_heads, key_dim
     dq, dk = q.new_empty(shape), k.new_empty(shape)
     dw = None if w is None else w.new_empty(shape)
@@ -103,8 +100,11 @@ def _chunk_bwd_dqkwg(
 
 
 def choose_tiles(key_dim: int, value_dim: int) -> tuple[int, int, int]:
-    """Channels of keys and values of a program, and its warps, the fastest of twelve on an H200 for heads of 128 and 256
-    keys and 64 to 512 values: half the registers do where there is no second tile of values to load meanwhile."""
+    """Channels of keys and values of a program, and its warps.
+
+    The fastest of twelve on an H200 for heads of 128 and 256 keys and 64 to 512 values: less does where there is no
+    second tile of values to load meanwhile.
+    """
     is_wide = key_dim > 64 and value_dim > TILE_VALUES
     return _tile(key_dim, 128 if is_wide else 64), _tile(value_dim, TILE_VALUES), 8 if is_wide else 4
 

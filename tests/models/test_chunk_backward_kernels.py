@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
@@ -39,7 +40,9 @@ def step(
     torch.manual_seed(0)
     (key_dim, value_dim), (heads, v_heads) = widths, num_heads
     length = bounds[-1] if bounds else 150
-    documents = [(row * length + a, row * length + b) for row in range(num_rows) for a, b in pairs(bounds or [0, length])]
+    documents = [
+        (row * length + a, row * length + b) for row in range(num_rows) for a, b in pairs(bounds or [0, length])
+    ]
     chunks = [(n, c) for n, (a, b) in enumerate(documents) for c in range(-(-(b - a) // BT))]
 
     def draw(heads: int, width: int) -> torch.Tensor:
@@ -65,7 +68,7 @@ def step(
 
 
 def pairs(bounds: list[int]) -> list[tuple[int, int]]:
-    return list(zip(bounds, bounds[1:], strict=False))
+    return list(pairwise(bounds))
 
 
 def exactly(given: dict) -> dict:
