@@ -179,6 +179,7 @@ class Run:
         """Say how long the start took; the first step includes compilation and tuning."""
         if self.dist.device.type == "cuda":
             torch.cuda.synchronize(self.dist.device)
+        self.gc.collect()
         logger.info("first step done %.1f s after the process began", seconds_since_start())
 
     def log_step(self) -> None:

@@ -53,6 +53,10 @@ class GarbageCollector:
         if step % self.every == 0:
             gc.collect(1)
 
+    def collect(self) -> None:
+        """Collect what the first step has left: compilers and tuners leave cycles that hold activations."""
+        gc.collect()
+
     def close(self) -> None:
         """Give the decision back to Python."""
         gc.enable()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import torch
 
@@ -22,6 +23,10 @@ def test_each_step_and_rank_draws_its_own_numbers_again():
     assert len({tuple(each.tolist()) for each in draws}) == len(draws)
 
 
+class Kept:
+    """Something that can be referred to weakly."""
+
+
 def test_garbage_is_collected_at_its_steps_only():
     collector = GarbageCollector(every=3)
     try:
@@ -32,6 +37,15 @@ def test_garbage_is_collected_at_its_steps_only():
             collector.step(step)
             counts.append(gc.get_stats()[1]["collections"] - before)
         assert counts == [0, 0, 1, 0, 0, 1]
+        cycle = [Kept()]
+        cycle.append(cycle)
+        kept = weakref.ref(cycle[0])
+        gc.collect()  # as old as it gets
+        del cycle
+        collector.step(3)
+        assert kept() is not None
+        collector.collect()
+        assert kept() is None
     finally:
         collector.close()
     assert gc.isenabled()
