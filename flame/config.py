@@ -34,7 +34,8 @@ class Job:
     before it."""
     compile_ahead: bool = option(False)
     """On GPUs, compile the kernels of the first step in all cores of the machine while train.sh starts the run; not
-    under a torchrun of your own, nor with training.batch_size or activation_checkpoint.mode auto."""
+    under a torchrun of your own, nor with training.batch_size or activation_checkpoint.mode auto. FlashAttention-4
+    is compiled so in any case unless this is set to false."""
     shipped_tuning: bool = option(True)
     """Let Triton kernels use the tuning results that ship with flame where this machine has none of its
     own, instead of trying all candidates in the first step."""

@@ -19,6 +19,7 @@ from flame.dry_run.command import dry_run, is_dry
 from flame.launch import exit_codes
 from flame.launch.ahead import longest_wait, wait_until_compiled
 from flame.launch.caches import set_up_caches
+from flame.launch.works import KERNELS
 from flame.parallel.distributed import set_timeout, shutdown
 from flame.training.build import build_run
 from flame.training.endings import explain
@@ -70,7 +71,8 @@ def train(config: JobConfig, stop: StopRequest) -> int:
         if is_finished:
             logger.info("already finished: step %d of %d; nothing left to train", run.step, config.training.steps)
         else:
-            if told := wait_until_compiled(os.environ, longest_wait(os.environ, config.comm.init_timeout_seconds)):
+            longest_s = longest_wait(os.environ, config.comm.init_timeout_seconds)
+            if told := wait_until_compiled(KERNELS, os.environ, longest_s):
                 logger.info("%s", told)
             with stop.deferred():
                 if not train_loop(run):

@@ -1,7 +1,8 @@
-"""Compiling a job's kernels beside its start: a process of the launcher's compiles, the trainers wait for it.
+"""Compiling a job's kernels beside its start: processes of the launcher's compile, the trainers wait for them.
 
-``python -m flame.launch.ahead WORLD_SIZE options…`` is that process. It holds a lock on a file for as long as it
-lives, however it ends; the file takes what it has to say. Standard library only where the launcher needs it.
+``python -m flame.launch.ahead LOCK WORK WORLD_SIZE options…`` is such a process, for one entry of
+``flame.launch.works``. It holds a lock on a file for as long as it lives, however it ends; the file takes what it has
+to say. Standard library only where the launcher needs it.
 """
 
 from __future__ import annotations
@@ -17,57 +18,55 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, MutableMapping
-from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 
 from flame.cli.parse import parse_args
 from flame.config import JobConfig, auto_options
-from flame.launch.caches import triton_cache
+from flame.launch.gpu import find_gpu, hide_gpus
 from flame.launch.layout import count_gpus
 from flame.launch.versions import installed_version
+from flame.launch.works import WORKS, Work
 from flame.paths import find_resource
 
-FILE = "FLAME_COMPILING_AHEAD"  # the environment's name for the file
+FILE = "FLAME_COMPILING_AHEAD"  # with the work's name, the environment's name for its file
 LONGEST_WAIT_S = 600.0
 NICENESS = 10  # what starts a run has the cores first
-_SECTIONS = ("model", "training", "activation_checkpoint", "activation_offload", "experimental", "float8")
-_PACKAGES = ("torch", "triton", "flash-linear-attention", "transformers")
 
 
 def start_if_worthwhile(
     config: JobConfig, argv: list[str], world_size: int, environ: MutableMapping[str, str]
-) -> subprocess.Popen | None:
-    """``start``, for a job that has kernels to compile; one on a machine that does not let it goes on without."""
+) -> list[subprocess.Popen]:
+    """``start``, for all that a job has to compile; one on a machine that does not let it goes on without."""
     if config.job.compile_ahead and auto_options(config):
         print("flame: no kernels are compiled ahead: auto decides their shapes once the run has started", flush=True)
+    processes = []
     try:
-        return start(argv, world_size, environ) if is_worthwhile(config, environ) else None
+        names = [name for name, work in WORKS.items() if is_worthwhile(work, config, environ)]
+        if names and count_gpus(environ) > 0:
+            processes += (start(name, argv, world_size, environ) for name in names)
     except (OSError, subprocess.SubprocessError) as error:
-        print(f"flame: no kernels are compiled ahead: {error}", flush=True)
-        return None
+        print(f"flame: not all kernels are compiled ahead: {error}", flush=True)
+    return processes
 
 
-def is_worthwhile(config: JobConfig, environ: MutableMapping[str, str]) -> bool:
-    """Whether there are kernels to compile which no earlier run with the same cache has compiled."""
-    if not config.job.compile_ahead or config.model.backend == "reference" or config.checkpoint.create_seed_checkpoint:
-        return False
-    if auto_options(config):
-        return False  # what shapes its kernels have is found by the run itself
-    return not os.path.exists(stamp_of(config, environ)) and count_gpus(environ) > 0
+def is_worthwhile(work: Work, config: JobConfig, environ: Mapping[str, str]) -> bool:
+    """Whether a job may need what no earlier run with the same cache has compiled."""
+    return work.is_wanted(config, environ) and not os.path.exists(stamp_of(work, config, environ))
 
 
-def stamp_of(config: JobConfig, environ: MutableMapping[str, str]) -> Path:
-    """The file in Triton's cache that says that the kernels of jobs like this one are there."""
-    sections = {name: asdict(getattr(config, name)) for name in _SECTIONS}
+def stamp_of(work: Work, config: JobConfig, environ: Mapping[str, str]) -> Path:
+    """The file in a cache that says that what jobs like this one need is there."""
     model = find_resource(config.model.config)
-    text = model.read_bytes() if model.is_file() else b""
-    versions = [installed_version(name) or "" for name in _PACKAGES]
-    digest = hashlib.sha256(repr((sections, text, versions)).encode()).hexdigest()
-    return triton_cache(environ) / f"flame_{digest[:32]}"
+    model = model / "config.json" if model.is_dir() else model
+    text = model.read_bytes() if model.is_file() else config.model.config
+    versions = [installed_version(name) or "" for name in work.packages]
+    digest = hashlib.sha256(repr((work.function, work.options(config), text, versions)).encode()).hexdigest()
+    return work.cache(environ) / f"flame_{digest[:32]}"
 
 
-def start(argv: list[str], world_size: int, environ: MutableMapping[str, str]) -> subprocess.Popen:
-    """Start compiling the kernels of a job; trainers that inherit ``environ`` can wait for it.
+def start(name: str, argv: list[str], world_size: int, environ: MutableMapping[str, str]) -> subprocess.Popen:
+    """Start a process for the entry ``name`` of ``WORKS``; trainers that inherit ``environ`` can wait for it.
 
     Returns:
         The process, which ends when this object is gone.
@@ -79,14 +78,14 @@ def start(argv: list[str], world_size: int, environ: MutableMapping[str, str]) -
     atexit.register(_remove, path)
     fcntl.flock(number, fcntl.LOCK_EX)
     process = subprocess.Popen(
-        [sys.executable, "-m", __name__, str(number), str(world_size), *argv],
+        [sys.executable, "-m", __name__, str(number), name, str(world_size), *argv],
         stdin=subprocess.PIPE,  # closed when the launcher ends
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         pass_fds=[number],
     )
     os.close(number)  # the lock is the other process's from now on
-    environ[FILE] = path
+    environ[_variable(name)] = path
     return process
 
 
@@ -100,9 +99,9 @@ def longest_wait(environ: Mapping[str, str], init_timeout_s: float) -> float:
     return LONGEST_WAIT_S if is_one_node else min(LONGEST_WAIT_S, init_timeout_s / 2)
 
 
-def wait_until_compiled(environ: Mapping[str, str], longest_s: float = LONGEST_WAIT_S) -> str:
-    """Wait for the process that compiles beside this start, if there is one; returns what it has to say."""
-    path = environ.get(FILE)
+def wait_until_compiled(name: str, environ: Mapping[str, str], longest_s: float = LONGEST_WAIT_S) -> str:
+    """Wait for the process that does the work ``name`` beside this start, if there is one; returns what it says."""
+    path = environ.get(_variable(name))
     if path is None or not os.path.exists(path):
         return ""
     end = time.monotonic() + longest_s
@@ -112,10 +111,14 @@ def wait_until_compiled(environ: Mapping[str, str], longest_s: float = LONGEST_W
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() > end:
-                    return f"kernels are still being compiled after {longest_s:.0f} s; not waiting any longer"
+                    return f"{WORKS[name].what}: still being compiled after {longest_s:.0f} s; not waiting any longer"
                 time.sleep(0.05)
             else:
                 return file.read()
+
+
+def _variable(name: str) -> str:
+    return f"{FILE}_{name.upper()}"
 
 
 def _remove(path: str) -> None:
@@ -123,22 +126,34 @@ def _remove(path: str) -> None:
         os.unlink(path)
 
 
-def main(number: str, world_size: str, *argv: str) -> None:
+def main(number: str, name: str, world_size: str, *argv: str) -> None:
     """Compile, and write what was done to the open file ``number``."""
     end_with_the_launcher()
     os.nice(NICENESS)
     with open(int(number), "w", encoding="utf-8") as file:
         try:
-            from flame.dry_run.kernels import compile_kernels  # slow to import
-
-            config = parse_args(list(argv))
-            told = compile_kernels(config, int(world_size))
-            stamp = stamp_of(config, os.environ)
-            stamp.parent.mkdir(parents=True, exist_ok=True)  # not there yet when there was nothing to compile
-            stamp.touch()
+            told = compile_ahead(WORKS[name], parse_args(list(argv)), int(world_size))
         except Exception as error:
-            told = f"no kernels were compiled ahead, each is when it is needed: {type(error).__name__}: {error}"
-        file.write(told.splitlines()[0])
+            told = f"{WORKS[name].what}: not compiled ahead, but when needed: {type(error).__name__}: {error}"
+        file.write(told.splitlines()[0] if told else "")
+
+
+def compile_ahead(work: Work, config: JobConfig, world_size: int) -> str:
+    """Do a work in this process, and leave the stamp of it; returns what was done, in words."""
+    start = time.monotonic()
+    for name in WORKS:
+        os.environ.pop(_variable(name), None)  # this process waits for no other
+    if work.gpus is not None:
+        gpu = find_gpu(os.environ)
+        if gpu is None or gpu.major not in work.gpus:
+            return ""
+        hide_gpus(os.environ, gpu)
+    module, function = work.function.split(":")
+    done = getattr(import_module(module), function)(config, world_size)
+    stamp = stamp_of(work, config, os.environ)
+    stamp.parent.mkdir(parents=True, exist_ok=True)  # not there yet when there was nothing to compile
+    stamp.touch()
+    return done and f"{work.what}: {done} compiled ahead in {time.monotonic() - start:.1f} s"
 
 
 def end_with_the_launcher() -> None:

@@ -10,9 +10,11 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from flame.errors import UserError
+from flame.paths import user_cache_folder
 
 # The environment variable of each library that keeps something, and its folder inside job.cache_dir.
 FLASH_ATTENTION_4 = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
+FLASH_ATTENTION_4_SWITCH = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"  # "1": it keeps what it compiles
 FOLDERS = {
     "TRITON_CACHE_DIR": "triton",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
@@ -65,6 +67,11 @@ def inductor_cache(environ: Mapping[str, str]) -> Path:
         user = f"uid_{os.getuid()}"
     default = os.path.join(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
     return Path(environ.get("TORCHINDUCTOR_CACHE_DIR") or default)
+
+
+def flash_attention_4_cache(environ: Mapping[str, str]) -> Path:
+    """Where FlashAttention-4 keeps what it compiles; flame tells it so (``flame.models.flash_attention_4``)."""
+    return Path(environ.get(FLASH_ATTENTION_4) or user_cache_folder() / FOLDERS[FLASH_ATTENTION_4])
 
 
 def _check_writable(cache_dir: str, folder: Path) -> None:

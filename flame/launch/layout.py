@@ -8,6 +8,7 @@ import socket
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 
 from flame.errors import UserError
@@ -76,17 +77,22 @@ def count_gpus(environ: Mapping[str, str]) -> int:
     """GPUs that the installed torch could use; 0 without a driver or with a CPU build."""
     if metadata.version("torch").endswith("+cpu"):
         return 0
-    try:
-        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60).stdout
-    except FileNotFoundError:
-        return 0
-    present = sum(line.startswith("GPU ") for line in listing.splitlines())
+    present = sum(line.startswith("GPU ") for line in _listing().splitlines())
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None or not present:
         return present
     # CUDA's own rule: the first entry that is no device ends the list.
     chosen = [entry.strip() for entry in visible.split(",")]
     return next((index for index, entry in enumerate(chosen) if entry in ("", "-1")), len(chosen))
+
+
+@cache
+def _listing() -> str:
+    """What the driver's tool says of this machine; asked once, since it may take a second."""
+    try:
+        return subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60).stdout
+    except FileNotFoundError:
+        return ""
 
 
 def free_port() -> int:

@@ -136,6 +136,10 @@ class Attention:
         self.backend = backend
         self.run_packed, self.run_dense = _kernels(backend)
 
+    def takes(self, q: Tensor, v: Tensor) -> bool:
+        """Whether the backend has kernels for heads and data types like these."""
+        return self.backend == "flex" or (fits_flash(q, v) and (self.backend != "fa4" or takes_heads(q, v)))
+
 
 def make_attention(backend: str, context_len: int | None = None) -> tuple[Callable, Callable]:
     """(dense, varlen) functions of an `Attention`."""
@@ -155,7 +159,7 @@ def _dense_function(attention: Attention) -> Callable:
         """Attention of q [B, Tq, H, D] over k, v [B, Tk, Hkv, D]; Tq queries are the last of Tk positions."""
         # Decoding, sampling and validation gain nothing by special kernels, some of which compile for each length.
         is_training = torch.is_grad_enabled() and q.shape[1] == k.shape[1]
-        fits = is_training and fits_flash(q, v) and _takes_heads(attention.backend, q, v)
+        fits = is_training and fits_flash(q, v) and attention.takes(q, v)
         run = attention.run_dense if fits else dense_sdpa
         return run(q, k, v, softmax_scale, Window.of(causal, window_size))
 
@@ -182,14 +186,10 @@ def _varlen_function(attention: Attention, context_len: int | None) -> Callable:
         longest_k = _longest(max_seqlen_k, len(k), num_documents, context_len)
         documents = Documents(cu_seqlens_q, cu_seqlens_k, longest_q, longest_k)
         fits = documents.have_all_queries or takes_unequal_lengths(attention.backend)
-        fits = fits and _takes_heads(attention.backend, q, v)
+        fits = fits and attention.takes(q, v)
         return (attention.run_packed if fits else grouped_sdpa)(q, k, v, documents, softmax_scale, window)
 
     return flash_attn_varlen_func
-
-
-def _takes_heads(backend: str, q: Tensor, v: Tensor) -> bool:
-    return backend == "flex" or (fits_flash(q, v) and (backend != "fa4" or takes_heads(q, v)))
 
 
 def _longest(max_seqlen: int, num_tokens: int, num_documents: int, context_len: int | None) -> int:
@@ -207,13 +207,13 @@ def _kernels(backend: str) -> tuple[Callable, Callable]:
         return _flash_packed, _flash_dense
     if backend == "flex":
         flex = FlexAttention()
-        return flex, _DenseRows(flex)
+        return flex, DenseRows(flex)
     if backend == "fa4":
-        return flash_attention_4, _DenseRows(flash_attention_4)
+        return flash_attention_4, DenseRows(flash_attention_4)
     return (grouped_sdpa if backend == "sdpa" else varlen_attention), dense_sdpa
 
 
-class _DenseRows:
+class DenseRows:
     """Rows of a batch as documents of a packed one."""
 
     def __init__(self, packed: Callable):

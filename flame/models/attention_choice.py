@@ -15,26 +15,29 @@ import torch
 from transformers import PretrainedConfig
 
 from flame.launch.versions import installed_version
+from flame.model_file import SOFTMAX_FAMILIES
 from flame.models.attention_speed import AttentionShape, Choice, measure_all, pick_fastest
 from flame.models.supported import softmax_kinds
 from flame.paths import user_cache_folder
 
 FILE = "attention.json"
-# FLA's families whose every layer is its softmax attention; of others, the layers that ``attn`` in the config lists,
-# which may be of several kinds.
-_SOFTMAX_FAMILIES = ("transformer", "bitnet")
-# Those with softmax attention of other shapes besides, for which none is known to be the fastest.
+# FLA's families with softmax attention of other shapes besides, for which none is known to be the fastest.
 _OTHER_FAMILIES = ("rodimus", "deltaformer")
 _PACKAGES = ("torch", "triton", "flash-attn", "flash-attn-3", "flash-attn-4")
 
 
 def attention_layers(
-    config: PretrainedConfig, *, num_rows: int, num_tokens: int, document_len: int | None, num_shares: int = 1
+    config: PretrainedConfig | dict[str, Any],
+    *,
+    num_rows: int,
+    num_tokens: int,
+    document_len: int | None,
+    num_shares: int = 1,
 ) -> Counter[AttentionShape]:
     """The softmax layers of a model by the shape that a rank computes; empty where flame's attention is not used.
 
     Args:
-        config: of the model.
+        config: of the model, or what its file says where that is enough (``flame.model_file.says_heads``).
         num_rows, num_tokens, document_len: as of ``AttentionShape``.
         num_shares: ranks that share the heads.
     """
@@ -75,8 +78,10 @@ def choose_attention(
     return choice, False
 
 
-def _heads(config: PretrainedConfig, is_packed: bool) -> Counter[tuple[int, int, int, int | None]]:
+def _heads(config: PretrainedConfig | dict[str, Any], is_packed: bool) -> Counter[tuple[int, int, int, int | None]]:
     """Heads, heads of keys, their size and window, and the number of layers that have them."""
+    if isinstance(config, dict):
+        return _heads_of([(config, config["num_hidden_layers"])], config["hidden_size"])
     home = type(config).__module__
     if home.startswith("fla."):
         return _fla_heads(config)
@@ -89,15 +94,20 @@ def _heads(config: PretrainedConfig, is_packed: bool) -> Counter[tuple[int, int,
 def _fla_heads(config: PretrainedConfig) -> Counter[tuple[int, int, int, int | None]]:
     if config.model_type in _OTHER_FAMILIES:
         return Counter()
-    if config.model_type in _SOFTMAX_FAMILIES:
+    if config.model_type in SOFTMAX_FAMILIES:
         kinds = [(config.to_dict(), config.num_hidden_layers)]
     else:
         kinds = [(kind, len(kind["layers"])) for kind in softmax_kinds(config)]
+    return _heads_of(kinds, config.hidden_size)
+
+
+def _heads_of(kinds: list[tuple[dict[str, Any], int]], hidden_size: int) -> Counter[tuple[int, int, int, int | None]]:
+    """Of FLA's softmax layers: what a config says of each kind, and how many there are of it."""
     heads: Counter[tuple[int, int, int, int | None]] = Counter()
     for kind, number in kinds:
         num_heads = kind["num_heads"]
         num_kv_heads = kind.get("num_kv_heads") or num_heads
-        heads[num_heads, num_kv_heads, config.hidden_size // num_heads, kind.get("window_size")] += number
+        heads[num_heads, num_kv_heads, hidden_size // num_heads, kind.get("window_size")] += number
     return +heads
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flame.errors import UserError
-from flame.models.attention import make_attention
+from flame.models.attention import Attention
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +59,12 @@ class AttentionShape:
             bounds.append(min(bounds[-1] + length, self.num_tokens))
             number += 1
         return bounds
+
+    def tensor_sizes(self) -> list[tuple[int, ...]]:
+        """Of queries, keys, values and outputs: [T, H, D] in packed rows, else [B, T, H, D]."""
+        rows = (self.num_tokens,) if self.document_len else (self.num_rows, self.num_tokens)
+        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads, self.num_heads)
+        return [(*rows, number, self.head_dim) for number in heads]
 
     def forward_flops(self) -> int:
         """Of the pairs of query and key that see each other, two products each."""
@@ -132,7 +138,7 @@ class Measured:
         Raises:
             Exception: whatever the backend raises; ArithmeticError if its results are not those of the first.
         """
-        attend = _call_of(backend, self.shape, self.device)
+        attend = call_of(Attention(backend, self.shape.document_len), self.shape, self.device)
         results = self._run(attend)
         if self._expected is None:
             self._expected = results
@@ -258,23 +264,18 @@ def _check_device(device: torch.device, backend: str, reason: str) -> None:
 def _make_inputs(shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
     # A generator of its own: the job's draws must not depend on whether something was measured.
     generator = torch.Generator(device).manual_seed(0)
-    rows = (shape.num_tokens,) if shape.document_len else (shape.num_rows, shape.num_tokens)
-    heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads)
-    tensors = [
-        torch.randn(*rows, number, shape.head_dim, device=device, dtype=dtype, generator=generator) for number in heads
-    ]
+    tensors = [torch.randn(size, device=device, dtype=dtype, generator=generator) for size in shape.tensor_sizes()]
     return [x.requires_grad_() for x in tensors[:3]], tensors[3]
 
 
-def _call_of(backend: str, shape: AttentionShape, device: torch.device) -> Callable[..., Tensor]:
-    """Attention as FLA's layers call it."""
-    dense, varlen = make_attention(backend, shape.document_len)
+def call_of(attention: Attention, shape: AttentionShape, device: torch.device) -> Callable[..., Tensor]:
+    """Attention of queries, keys and values as FLA's layers call it."""
     options = {"causal": True, "window_size": (-1, -1) if shape.window is None else (shape.window - 1, 0)}
     if shape.document_len is None:
-        return partial(dense, **options)
+        return partial(attention.dense, **options)
     bounds = torch.tensor(shape.bounds(), dtype=torch.int32, device=device)
     longest = shape.num_tokens
-    return lambda q, k, v: varlen(q, k, v, bounds, bounds, longest, longest, **options)
+    return lambda q, k, v: attention.varlen(q, k, v, bounds, bounds, longest, longest, **options)
 
 
 def _distance(actual: Tensor, expected: Tensor) -> float:

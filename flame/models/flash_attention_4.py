@@ -8,7 +8,10 @@ torch 2.11) fits no release after 4.0.0b16 and has no windows backward.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
+import re
+import time
 from contextlib import suppress
 from functools import cache
 from types import ModuleType
@@ -17,21 +20,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flame.launch.caches import FLASH_ATTENTION_4, FOLDERS
+from flame.launch.ahead import wait_until_compiled
+from flame.launch.caches import FLASH_ATTENTION_4, FLASH_ATTENTION_4_SWITCH, flash_attention_4_cache
+from flame.launch.works import ATTENTION_BACKWARD, ATTENTION_FORWARD
 from flame.models.attention_kernels import Documents, Window, pad_heads
-from flame.paths import user_cache_folder
+
+logger = logging.getLogger(__name__)
+
+LONGEST_WAIT_S = 30.0  # for what this process can compile in less
 
 
 def flash_attention_4(
     q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None, window: Window
 ) -> Tensor:
     """A packed form of attention, see `flame.models.attention_kernels`, for heads that `takes_heads`."""
-    head_dim, value_dim = q.shape[-1], v.shape[-1]
-    scale = head_dim**-0.5 if scale is None else scale
-    q, k, v = (pad_heads(x, -x.shape[-1] % 8) for x in (q, k, v))  # the kernels take multiples of 8
-    bounds = (documents.bounds_q.int(), documents.bounds_k.int())
-    longest = (documents.longest_q, documents.longest_k)
-    return _forward(q, k, v, *bounds, *longest, scale, window.left, window.right)[0][..., :value_dim]
+    return _forward(*_arguments(q, k, v, documents, scale, window))[0][..., : v.shape[-1]]
+
+
+def compile_forward(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None, window: Window
+) -> Tensor:
+    """Have the package compile and keep what `flash_attention_4` runs forward, in a process that runs nothing.
+
+    The tensors are without memory, and a mode for such (torch's FakeTensorMode) is on, by which the package knows.
+    """
+    return _run_forward(*_arguments(q, k, v, documents, scale, window))[0]
+
+
+def compile_backward(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None, window: Window
+) -> Tensor:
+    """`compile_forward` for what `flash_attention_4` runs backward."""
+    arguments = _arguments(q, k, v, documents, scale, window)
+    o, logsumexp = _forward(*arguments)  # of tensors without memory what they look like
+    _run_backward(torch.empty_like(o), *arguments[:3], o, logsumexp, *arguments[3:])
+    return o
+
+
+def keeps_kernels() -> bool:
+    """Whether the package keeps what it compiles for other processes."""
+    _set_up_cache()
+    return os.environ.get(FLASH_ATTENTION_4_SWITCH) == "1"
 
 
 def takes_heads(q: Tensor, v: Tensor) -> bool:
@@ -39,13 +68,29 @@ def takes_heads(q: Tensor, v: Tensor) -> bool:
     widths = tuple(x.shape[-1] + -x.shape[-1] % 8 for x in (q, v))
     if max(widths) <= 128:
         return True
-    if torch.cuda.get_device_capability(q.device)[0] == 9:
+    if _generation(q.device) == 9:
         return max(widths) <= 256
     return widths in ((192, 128), (256, 256))
 
 
-@torch.library.custom_op("flame::flash_attention_4", mutates_args=())
-def _forward(
+def _generation(device: torch.device) -> int:
+    """The GPU's compute capability (major); the package's own variable stands for one that is not to be seen."""
+    if kind := os.environ.get("FLASH_ATTENTION_ARCH"):
+        return int(re.search(r"\d+", kind)[0]) // 10
+    return torch.cuda.get_device_capability(device)[0]
+
+
+def _arguments(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None, window: Window
+) -> tuple[Any, ...]:
+    """Of `_forward`."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    q, k, v = (pad_heads(x, -x.shape[-1] % 8) for x in (q, k, v))  # the kernels take multiples of 8
+    bounds = (documents.bounds_q.int(), documents.bounds_k.int())
+    return q, k, v, *bounds, documents.longest_q, documents.longest_k, scale, window.left, window.right
+
+
+def _run_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -59,8 +104,11 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """Outputs [Tq, H, D] and, float32 [H, Tq], the logarithms of the sums of exponentials."""
     options = _options(bounds_q, bounds_k, longest_q, longest_k, scale, left, right)
-    o, logsumexp, *_ = _package()._flash_attn_fwd(q, k, v, return_lse=True, **options)
+    o, logsumexp, *_ = _package(ATTENTION_FORWARD)._flash_attn_fwd(q, k, v, return_lse=True, **options)
     return o, logsumexp
+
+
+_forward = torch.library.custom_op("flame::flash_attention_4", _run_forward, mutates_args=())
 
 
 @_forward.register_fake
@@ -69,8 +117,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_) -> tuple[Tensor, Tensor]:
     return q.new_empty(num_tokens, num_heads, v.shape[-1]), q.new_empty(num_heads, num_tokens, dtype=torch.float32)
 
 
-@torch.library.custom_op("flame::flash_attention_4_backward", mutates_args=())
-def _backward(
+def _run_backward(
     o_gradient: Tensor,
     q: Tensor,
     k: Tensor,
@@ -88,8 +135,13 @@ def _backward(
     """Gradients of q, k and v."""
     options = _options(bounds_q, bounds_k, longest_q, longest_k, scale, left, right)
     options["deterministic"] = torch.are_deterministic_algorithms_enabled()
-    q_gradient, k_gradient, v_gradient = _package()._flash_attn_bwd(q, k, v, o, o_gradient, logsumexp, **options)
+    q_gradient, k_gradient, v_gradient = _package(ATTENTION_BACKWARD)._flash_attn_bwd(
+        q, k, v, o, o_gradient, logsumexp, **options
+    )
     return q_gradient, k_gradient, v_gradient
+
+
+_backward = torch.library.custom_op("flame::flash_attention_4_backward", _run_backward, mutates_args=())
 
 
 @_backward.register_fake
@@ -128,13 +180,22 @@ def _options(
 
 
 @cache
-def _package() -> ModuleType:
-    """The package, told to keep what it compiles; each kernel takes it some seconds."""
+def _package(work: str) -> ModuleType:
+    """The package, once the process that compiles it beside this start (`flame.launch.works`) has done its work."""
+    _set_up_cache()
+    package = importlib.import_module("flash_attn.cute.interface")
+    start = time.monotonic()
+    if told := wait_until_compiled(work, os.environ, LONGEST_WAIT_S):
+        logger.info("%s; waited for %.1f s", told, time.monotonic() - start)
+    return package
+
+
+def _set_up_cache() -> None:
+    """Tell the package, which is yet to be imported, to keep what it compiles; each kernel takes it some seconds."""
     if FLASH_ATTENTION_4 not in os.environ:  # it would keep them in /tmp, or not at all
-        folder = user_cache_folder() / FOLDERS[FLASH_ATTENTION_4]
+        folder = flash_attention_4_cache(os.environ)
         with suppress(OSError):  # where nothing can be written it keeps nothing
             folder.mkdir(parents=True, exist_ok=True)
             os.environ[FLASH_ATTENTION_4] = str(folder)
     if FLASH_ATTENTION_4 in os.environ:
-        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    return importlib.import_module("flash_attn.cute.interface")
+        os.environ.setdefault(FLASH_ATTENTION_4_SWITCH, "1")

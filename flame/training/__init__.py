@@ -4,6 +4,7 @@
 build              everything that a run needs, in the order of its start-up
 model_source       what the job's model is, read and checked before it is built
 attention_backend  which attention it computes with
+attention_ahead    FlashAttention-4's kernels for it, compiled while the run starts
 auto               what the job leaves to the memory of its devices: recomputation, batch size
 meta_model         its modules made into those that are trained, without memory: as far as a plan goes
 placement          the same sharded, with memory and first weights

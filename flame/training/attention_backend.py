@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
@@ -20,6 +21,7 @@ from flame.models.attention import (
 from flame.models.attention_choice import attention_layers, choose_attention
 from flame.models.attention_speed import AttentionShape
 from flame.models.backend import attention_in_use
+from flame.parallel.degrees import Degrees
 from flame.parallel.distributed import Distributed
 from flame.parallel.pipeline_cut import data_config
 from flame.parallel.precision import DTYPES, compute_dtype
@@ -41,7 +43,7 @@ def check_attention(config: JobConfig, dist: Distributed) -> None:
         UserError: says which do instead.
     """
     name = config.model.attention_backend
-    if _gathers(config, dist) and not takes_unequal_lengths(name):
+    if _gathers(config, dist.degrees) and not takes_unequal_lengths(name):
         raise UserError(
             f"model.attention_backend = {name!r} takes as many queries as keys, and with "
             f"experimental.context_parallel_degree = {dist.degrees.context} and context_parallel_rotate_method = "
@@ -57,12 +59,17 @@ def settle_attention(config: JobConfig, model_config: PretrainedConfig, dist: Di
     dtype = DTYPES[compute_dtype(config.training.mixed_precision_param, dist.device)]
     if config.model.attention_backend != "auto" or dist.device.type != "cuda" or config.training.deterministic:
         return
-    layers = softmax_layers(config, model_config, dist)
-    flops = sum(number * shape.forward_flops() for shape, number in layers.items())
-    if dtype not in (torch.float16, torch.bfloat16) or flops < WORTH_MEASURING:
+    layers = softmax_layers(config, model_config, dist.degrees)
+    if not is_worth_measuring(layers, dtype):
         return
     folder = Path(config.job.cache_dir) if config.job.cache_dir else None
-    agree_on_attention(layers, dist, dtype, folder, gathers=_gathers(config, dist))
+    agree_on_attention(layers, dist, dtype, folder, gathers=_gathers(config, dist.degrees))
+
+
+def is_worth_measuring(layers: Counter[AttentionShape], dtype: torch.dtype) -> bool:
+    """Whether some kernel may be faster than others for these layers by what counts."""
+    flops = sum(number * shape.forward_flops() for shape, number in layers.items())
+    return dtype in (torch.float16, torch.bfloat16) and flops >= WORTH_MEASURING
 
 
 def agree_on_attention(
@@ -101,13 +108,18 @@ def agree_on_attention(
     return name
 
 
-def softmax_layers(config: JobConfig, model_config: PretrainedConfig, dist: Distributed) -> Counter[AttentionShape]:
-    """The softmax layers of a job's model by what a rank computes for a micro-batch; heads of other kinds not."""
-    config, degrees = data_config(config), dist.degrees
+def softmax_layers(
+    config: JobConfig, model_config: PretrainedConfig | dict[str, Any], degrees: Degrees
+) -> Counter[AttentionShape]:
+    """The softmax layers of a job's model by what a rank computes for a micro-batch; heads of other kinds not.
+
+    ``model_config`` is as of ``attention_layers``.
+    """
+    config = data_config(config)
     training = config.training
     is_packed = training.varlen or degrees.context > 1
     num_tokens = training.seq_len * (training.batch_size if is_packed else 1)
-    gathers = _gathers(config, dist)
+    gathers = _gathers(config, degrees)
     return attention_layers(
         model_config,
         num_rows=1 if is_packed else training.batch_size,
@@ -117,6 +129,6 @@ def softmax_layers(config: JobConfig, model_config: PretrainedConfig, dist: Dist
     )
 
 
-def _gathers(config: JobConfig, dist: Distributed) -> bool:
+def _gathers(config: JobConfig, degrees: Degrees) -> bool:
     """Whether ranks with pieces of a row gather the keys and values of earlier pieces."""
-    return dist.degrees.context > 1 and config.experimental.context_parallel_rotate_method == "allgather"
+    return degrees.context > 1 and config.experimental.context_parallel_rotate_method == "allgather"

@@ -4,60 +4,55 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from flame.cli.parse import parse_args
 from flame.launch import ahead
+from flame.launch.gpu import Gpu
+from flame.launch.works import WORKS
 
 JOB = ["--model.config", "configs/gla_340M.json", "--model.tokenizer_path", "configs/tokenizer"]
 JOB += ["--training.dataset", "builtin:stdlib", "--job.compile_ahead"]
 
 
-@pytest.fixture
-def one_gpu(monkeypatch):
-    monkeypatch.setattr(ahead, "count_gpus", lambda environ: 1)
+def is_worthwhile(words, environ, name="kernels"):
+    return ahead.is_worthwhile(WORKS[name], parse_args(words), environ)
 
 
-def test_a_job_is_compiled_once_for_each_cache(tmp_path, one_gpu):
+def test_a_job_is_compiled_once_for_each_cache(tmp_path):
     environ = {"TRITON_CACHE_DIR": str(tmp_path)}
-    job, longer = parse_args(JOB), parse_args([*JOB, "--training.seq_len", "4096"])
-    renamed = parse_args([*JOB, "--job.dump_folder", "elsewhere"])
-    assert ahead.is_worthwhile(job, environ)
-    ahead.stamp_of(job, environ).touch()
-    assert not ahead.is_worthwhile(job, environ)
-    assert not ahead.is_worthwhile(renamed, environ)
-    assert ahead.is_worthwhile(longer, environ)
-    assert ahead.is_worthwhile(job, {"TRITON_CACHE_DIR": str(tmp_path / "other")})
+    assert is_worthwhile(JOB, environ)
+    ahead.stamp_of(WORKS["kernels"], parse_args(JOB), environ).touch()
+    assert not is_worthwhile(JOB, environ)
+    assert not is_worthwhile([*JOB, "--job.dump_folder", "elsewhere"], environ)
+    assert is_worthwhile([*JOB, "--training.seq_len", "4096"], environ)
+    assert is_worthwhile(JOB, {"TRITON_CACHE_DIR": str(tmp_path / "other")})
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--model.backend", "reference"],
-        ["--checkpoint.create_seed_checkpoint"],
-        ["--training.batch_size", "auto"],
-    ],
-)
-def test_jobs_without_kernels_to_compile(words, tmp_path, one_gpu):
-    assert not ahead.is_worthwhile(parse_args([*JOB, *words]), {"TRITON_CACHE_DIR": str(tmp_path)})
+def test_each_work_has_a_stamp_of_its_own(tmp_path):
+    environ = {"FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path)}
+    assert len({ahead.stamp_of(work, parse_args(JOB), environ) for work in WORKS.values()}) == len(WORKS)
 
 
-def test_it_must_be_asked_for(tmp_path, one_gpu):
-    job = [word for word in JOB if word != "--job.compile_ahead"]
-    assert not ahead.is_worthwhile(parse_args(job), {"TRITON_CACHE_DIR": str(tmp_path)})
-
-
-def test_without_a_gpu_there_is_nothing_to_compile(tmp_path, monkeypatch):
-    monkeypatch.setattr(ahead, "count_gpus", lambda environ: 0)
-    assert not ahead.is_worthwhile(parse_args(JOB), {"TRITON_CACHE_DIR": str(tmp_path)})
+def test_what_is_wanted_is_started_where_there_is_a_gpu(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(ahead, "start", lambda name, argv, world_size, environ: started.append((name, world_size)))
+    environ = {"TRITON_CACHE_DIR": str(tmp_path)}
+    for number in (0, 2):
+        monkeypatch.setattr(ahead, "count_gpus", lambda environ, number=number: number)
+        ahead.start_if_worthwhile(parse_args(JOB), JOB, 2, environ)
+        assert started == [("kernels", 2)] * (number > 0)
 
 
 def test_nothing_to_wait_for():
-    assert ahead.wait_until_compiled({}) == ""
+    assert ahead.wait_until_compiled("kernels", {}) == ""
 
 
 def test_a_trainer_waits_until_the_other_process_is_gone(tmp_path):
@@ -69,11 +64,12 @@ def test_a_trainer_waits_until_the_other_process_is_gone(tmp_path):
     command = [sys.executable, "-c", code, path]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         process.stdout.readline()
-        environ = {ahead.FILE: str(path)}
-        told = ahead.wait_until_compiled(environ, longest_s=0.2)
-        assert told == "kernels are still being compiled after 0 s; not waiting any longer"
+        environ = {f"{ahead.FILE}_KERNELS": str(path)}
+        told = ahead.wait_until_compiled("kernels", environ, longest_s=0.2)
+        assert told == "Triton's kernels: still being compiled after 0 s; not waiting any longer"
+        assert ahead.wait_until_compiled("attention_forward", environ) == ""  # another process's
         process.stdin.close()
-        assert ahead.wait_until_compiled(environ) == "all compiled"
+        assert ahead.wait_until_compiled("kernels", environ) == "all compiled"
 
 
 def test_the_process_ends_when_the_launcher_does():
@@ -83,27 +79,57 @@ def test_the_process_ends_when_the_launcher_does():
     assert process.wait(timeout=50) == 1
 
 
-def test_what_goes_wrong_is_told_and_leaves_no_stamp(tmp_path, monkeypatch):
-    kernels = pytest.importorskip("flame.dry_run.kernels")
+@pytest.fixture
+def compiling(tmp_path, monkeypatch):
+    """Runs the process's ``main`` here, with a function in the place of what a work names; returns what was told."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "not" / "there" / "yet"))
     monkeypatch.setattr(ahead, "end_with_the_launcher", lambda: None)
     monkeypatch.setattr(os, "nice", lambda increment: increment)
 
-    def run() -> str:
+    def run(function, **changes) -> str:
+        monkeypatch.setattr(ahead, "import_module", lambda name: SimpleNamespace(compile_kernels=function))
+        monkeypatch.setitem(WORKS, "kernels", replace(WORKS["kernels"], **changes))
         with open(tmp_path / "told", "w+") as file:
-            ahead.main(str(os.dup(file.fileno())), "1", *JOB)
+            ahead.main(str(os.dup(file.fileno())), "kernels", "3", *JOB)
             return Path(file.name).read_text()
 
+    return run
+
+
+def has_stamp():
+    return ahead.stamp_of(WORKS["kernels"], parse_args(JOB), os.environ).exists()
+
+
+def test_what_is_done_is_told_and_stamped(compiling):
+    told = compiling(lambda config, world_size: f"{world_size} of {config.model.config}")
+    assert re.fullmatch(r"Triton's kernels: 3 of configs/gla_340M.json compiled ahead in \d+\.\d s", told)
+    assert has_stamp()
+
+
+def test_nothing_to_do_is_not_told_and_found_once(compiling):
+    assert compiling(lambda config, world_size: "") == ""
+    assert has_stamp()
+
+
+def test_what_goes_wrong_is_told_and_leaves_no_stamp(compiling):
     def broken(config, world_size):
         raise RuntimeError("no such luck\nand more")
 
-    stamp = ahead.stamp_of(parse_args(JOB), os.environ)
-    monkeypatch.setattr(kernels, "compile_kernels", broken)
-    assert run() == "no kernels were compiled ahead, each is when it is needed: RuntimeError: no such luck"
-    assert not stamp.exists()
-    monkeypatch.setattr(kernels, "compile_kernels", lambda config, world_size: f"compiled for {world_size}")
-    assert run() == "compiled for 1"
-    assert stamp.exists()
+    told = compiling(broken)
+    assert told == "Triton's kernels: not compiled ahead, but when needed: RuntimeError: no such luck"
+    assert not has_stamp()
+
+
+@pytest.mark.parametrize(("gpu", "is_done"), [(Gpu(9, 0, 132), True), (Gpu(8, 0, 108), False), (None, False)])
+def test_what_is_for_some_gpus_sees_none_but_knows_the_kind(gpu, is_done, compiling, monkeypatch):
+    monkeypatch.setattr(os, "environ", dict(os.environ, FLAME_COMPILING_AHEAD_ATTENTION_FORWARD="of another process"))
+    monkeypatch.setattr(ahead, "find_gpu", lambda environ: gpu)
+    seen = []
+    told = compiling(lambda *_: seen.append(dict(os.environ)) or "all", gpus=(9, 10))
+    assert told.startswith("Triton's kernels: all") == is_done == has_stamp() == bool(seen)
+    for environ in seen:
+        assert (environ["CUDA_VISIBLE_DEVICES"], environ["CUTE_DSL_ARCH"]) == ("", "sm_90a")
+        assert not any(name.startswith(ahead.FILE) for name in environ)
 
 
 def test_the_started_process_holds_the_lock(tmp_path, monkeypatch):
@@ -115,26 +141,46 @@ def test_the_started_process_holds_the_lock(tmp_path, monkeypatch):
 
     monkeypatch.setattr(subprocess, "Popen", popen)
     environ = {}
-    ahead.start(JOB, 8, environ)
+    ahead.start("kernels", JOB, 8, environ)
     ((command, number),) = started
-    assert command[:3] == [sys.executable, "-m", "flame.launch.ahead"] and command[4:] == ["8", *JOB]
-    with open(environ[ahead.FILE]) as file:
+    assert command[:3] == [sys.executable, "-m", "flame.launch.ahead"] and command[4:] == ["kernels", "8", *JOB]
+    with open(environ["FLAME_COMPILING_AHEAD_KERNELS"]) as file:
         with pytest.raises(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         os.close(number)
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
+def test_a_process_without_a_gpu_has_nothing_to_say(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    environ = {}
+    process = ahead.start("attention_forward", JOB, 1, environ)
+    assert ahead.wait_until_compiled("attention_forward", environ) == ""
+    assert process.wait(timeout=50) == 0
+
+
+def test_a_process_that_is_killed_is_not_waited_for(monkeypatch, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import time; time.sleep(100)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    environ = {}
+    process = ahead.start("attention_backward", JOB, 1, environ)
+    assert "not waiting" in ahead.wait_until_compiled("attention_backward", environ, longest_s=0.1)
+    process.kill()
+    assert ahead.wait_until_compiled("attention_backward", environ) == ""
+    process.wait()
+
+
 @pytest.mark.parametrize("error", [OSError("no locks here"), subprocess.TimeoutExpired("nvidia-smi", 60)])
-def test_a_machine_that_does_not_let_it_goes_on_without(error, tmp_path, one_gpu, monkeypatch, capsys):
+def test_a_machine_that_does_not_let_it_goes_on_without(error, tmp_path, monkeypatch, capsys):
     def fail(*_):
         raise error
 
+    monkeypatch.setattr(ahead, "count_gpus", lambda environ: 1)
     monkeypatch.setattr(ahead, "start", fail)
     environ = {"TRITON_CACHE_DIR": str(tmp_path)}
-    assert ahead.start_if_worthwhile(parse_args(JOB), JOB, 1, environ) is None
-    assert capsys.readouterr().out == f"flame: no kernels are compiled ahead: {error}\n"
-    assert ahead.FILE not in environ
+    assert ahead.start_if_worthwhile(parse_args(JOB), JOB, 1, environ) == []
+    assert capsys.readouterr().out == f"flame: not all kernels are compiled ahead: {error}\n"
+    assert environ.keys() == {"TRITON_CACHE_DIR"}
 
 
 def test_other_nodes_are_not_kept_waiting_until_they_give_up():
@@ -146,5 +192,5 @@ def test_other_nodes_are_not_kept_waiting_until_they_give_up():
 @pytest.mark.parametrize("option", ["--training.batch_size=auto", "--activation_checkpoint.mode=auto"])
 def test_a_job_that_auto_decides_is_told_that_nothing_is_compiled(option, capsys):
     config = parse_args(["--job.config_file", "configs/debug.toml", "--job.compile_ahead", option])
-    assert ahead.start_if_worthwhile(config, [], 1, {}) is None
+    assert ahead.start_if_worthwhile(config, [], 1, {}) == []
     assert "auto decides their shapes" in capsys.readouterr().out

@@ -12,13 +12,15 @@ def gpus(monkeypatch):
     """Pretend that the machine has some GPUs and torch can use them."""
 
     def pretend(number):
+        layout._listing.cache_clear()
         listing = "".join(f"GPU {index}: H200 (UUID: GPU-{index})\n  MIG 1g\n" for index in range(number))
         monkeypatch.setattr(layout.metadata, "version", lambda name: "2.13.0")
         monkeypatch.setattr(
             layout.subprocess, "run", lambda *_, **__: layout.subprocess.CompletedProcess([], 0, stdout=listing)
         )
 
-    return pretend
+    yield pretend
+    layout._listing.cache_clear()
 
 
 @pytest.mark.parametrize(

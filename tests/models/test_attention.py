@@ -198,7 +198,7 @@ def test_the_backend_changes_under_functions_that_layers_have_bound(monkeypatch)
 
 
 def test_rows_side_by_side_are_documents_of_one():
-    dense = attention._DenseRows(grouped_sdpa)
+    dense = attention.DenseRows(grouped_sdpa)
     q, k, v = (x.detach().unflatten(0, (2, -1)) for x in make_inputs(20, 20, num_kv_heads=2))
     for window in (Window(-1, 0), Window(3, 0)):
         torch.testing.assert_close(dense(q, k, v, None, window), dense_sdpa(q, k, v, None, window))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 
 import pytest
@@ -74,7 +74,7 @@ def _gather(gradient, x):
 @pytest.fixture
 def package(monkeypatch):
     stand_in = Package()
-    monkeypatch.setattr(flash_attention_4, "_package", lambda: stand_in)
+    monkeypatch.setattr(flash_attention_4, "_package", lambda work: stand_in)
     return stand_in
 
 
@@ -173,7 +173,7 @@ def test_what_the_package_compiles_is_kept(given, monkeypatch, tmp_path):
         monkeypatch.delenv(name)
     if given:
         monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", given)
-    assert flash_attention_4._package.__wrapped__().name == "flash_attn.cute.interface"
+    assert flash_attention_4._package.__wrapped__("attention_forward").name == "flash_attn.cute.interface"
     expected = given or str(tmp_path / "flame" / "flash_attention_4")
     assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] == expected
     assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1"
@@ -185,8 +185,38 @@ def test_a_folder_that_cannot_be_made_costs_compiling_again(monkeypatch, tmp_pat
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.delenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", raising=False)
     monkeypatch.delenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", raising=False)
-    flash_attention_4._package.__wrapped__()
+    flash_attention_4._package.__wrapped__("attention_forward")
     assert "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED" not in os.environ
+    assert not flash_attention_4.keeps_kernels()
+
+
+def test_each_pass_waits_once_for_the_process_that_compiles_it(monkeypatch, tmp_path, caplog):
+    order = []
+    monkeypatch.setattr(flash_attention_4.importlib, "import_module", lambda name: order.append(name) or Package())
+    monkeypatch.setattr(flash_attention_4, "_package", cache(flash_attention_4._package.__wrapped__))
+    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+
+    def wait(work, environ, longest_s):
+        order.append(work)
+        return f"{work} is done"
+
+    monkeypatch.setattr(flash_attention_4, "wait_until_compiled", wait)
+    with caplog.at_level("INFO", logger="flame.models.flash_attention_4"):
+        for _ in range(2):
+            o = flash_attention_4.flash_attention_4(*inputs_of(), documents(), None, Window(-1, 0))
+            o.sum().backward()
+    name = "flash_attn.cute.interface"  # imported first: the other process works meanwhile
+    assert order == [name, "attention_forward", name, "attention_backward"]
+    assert caplog.messages[0].startswith("attention_forward is done; waited for ")
+
+
+def test_heads_of_a_gpu_that_is_hidden(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", None)
+    q = torch.empty(1, 1, 160)
+    for kind, takes in (("sm_90", True), ("sm_100", False)):
+        monkeypatch.setenv("FLASH_ATTENTION_ARCH", kind)
+        assert flash_attention_4.takes_heads(q, q) is takes
 
 
 def test_the_package_takes_what_it_is_given():

@@ -41,7 +41,7 @@ def ranks(device="cuda", **degrees):
 
 
 def shape_of(config, dist):
-    (shape,) = attention.softmax_layers(config, model(), dist)
+    (shape,) = attention.softmax_layers(config, model(), dist.degrees)
     return shape
 
 
@@ -80,7 +80,7 @@ def test_auto_measures_on_a_gpu_in_half_precision(measured):
     dist = ranks()
     attention.settle_attention(job(*long), model(), dist)
     (args, options) = measured.pop()
-    assert args == (attention.softmax_layers(job(*long), model(), dist), dist, torch.bfloat16, None)
+    assert args == (attention.softmax_layers(job(*long), model(), dist.degrees), dist, torch.bfloat16, None)
     attention.settle_attention(job(*long, "--job.cache_dir=/shared"), model(), dist)
     assert measured.pop()[0][-1] == Path("/shared")
     assert options == {"gathers": False}
