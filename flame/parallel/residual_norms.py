@@ -46,7 +46,7 @@ class _BlockInput:
 
     def __init__(self):
         self._input: Tensor | None = None  # None while the block does not run
-        self._version = 0
+        self._content = 0  # its version as the block began
         self._again: Tensor | None = None  # the input, once a norm has returned it
         self._is_useless = False  # no norm of this block asked for it
 
@@ -55,12 +55,13 @@ class _BlockInput:
         x = args[0] if args else kwargs.get("hidden_states")
         if self._input is not None or self._is_useless or not _can_share(x):
             return forward(*args, **kwargs)
-        self._input, self._version = x, x._version
+        self._input, self._content = x, x._version
         try:
-            return forward(*args, **kwargs)
-        finally:
+            output = forward(*args, **kwargs)
             self._is_useless = self._again is not None
+        finally:
             self._input = self._again = None
+        return output
 
     def norm_forward(
         self, forward: Callable, x: Tensor, residual: Tensor | None = None, *args: Any, **kwargs: Any
@@ -74,7 +75,7 @@ class _BlockInput:
         return forward(x, residual, *args, **kwargs)
 
     def _is_input(self, x: Tensor | None) -> bool:
-        return x is not None and x is self._input and x._version == self._version
+        return x is not None and x is self._input and x._version == self._content
 
 
 def _can_share(x: Any) -> bool:

@@ -51,15 +51,17 @@ class Unfused(Block):
         return x + self.mlp(self.mlp_norm(x)).tanh()
 
 
-class WrittenTo(Block):
-    """The input is another by the time it is added."""
+class Scaled(Block):
+    """What is normed and added is not the block's input."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         hidden_states = hidden_states * 1.0
         return super().forward(hidden_states)
 
 
-class WritesTo(Block):
+class AddsTwice(Block):
+    """The input is normed a second time, and added again."""
+
     def forward(self, hidden_states: Tensor) -> Tensor:
         x = self.attn(self.attn_norm(hidden_states.clone()))
         x = x + self.attn_norm(hidden_states)
@@ -86,7 +88,7 @@ def draw() -> Tensor:
     return torch.randn(2, 5, WIDTH, dtype=torch.float64, requires_grad=True)
 
 
-@pytest.mark.parametrize("block", [Block, Unfused, WrittenTo, WritesTo])
+@pytest.mark.parametrize("block", [Block, Unfused, Scaled, AddsTwice])
 def test_numbers_are_the_same(block):
     plain, shared = make_models(block)
     for _ in range(2):
@@ -127,6 +129,26 @@ def test_the_first_norm_is_the_inputs_only_reader():
     gradients = [torch.autograd.grad(block(x).sum(), x)[0] for block in (plain, shared)]
     torch.testing.assert_close(*gradients)
     assert [count_readers(block(x), x) for block in (plain, shared)] == [2, 1]
+
+
+class WritesTo(Block):
+    """The input is another by the time it is added."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        x = self.attn(self.attn_norm(hidden_states))
+        x, residual = self.mlp_norm(x, hidden_states.mul_(3), True)
+        return residual + self.mlp(x).tanh()
+
+
+def test_an_input_that_is_written_to_is_left_alone():
+    plain = WritesTo().double()
+    plain.attn_norm, plain.mlp_norm = RMSNorm(), RMSNorm()  # which, unlike FLA's, keep nothing of their input
+    shared = copy.deepcopy(plain)
+    add_residual_gradients([("0", shared)])
+    x = draw()
+    (y, gradient), expected = [(y, torch.autograd.grad(y.sum(), x)[0]) for y in (shared(x * 1.0), plain(x * 1.0))]
+    assert torch.equal(y, expected[0])
+    torch.testing.assert_close(gradient, expected[1])
 
 
 def count_readers(y: Tensor, x: Tensor) -> int:
