@@ -1,18 +1,19 @@
 """Which code runs FLA's operators, and the one list of everything that flame replaces inside FLA.
 
-Ten sets of replacements, written against flash-linear-attention 0.6:
+Eleven sets of replacements, written against flash-linear-attention 0.6:
 
 - reference operators: FLA's are Triton kernels, which do not run on a CPU; `--model.backend reference` also asks for
   them on a GPU, to check a kernel against an independent answer.
 - softmax attention: FLA's layers raise ImportError when the flash_attn package is missing.
 - one backward step of the gated operators: FLA refuses it on Hopper GPUs with Triton 3.4 to 3.7.0, where the compiler
-  gets it wrong (flash-linear-attention issue 640; Triton 3.7.1 is right again).
+  gets it wrong (flash-linear-attention issue 640; Triton 3.7.1 is right again); flame/models/chunk_backward_kernels.py.
 - state space mixers: FLA's Mamba and Mamba2 layers run on from one packed document into the next, and without the
   mamba_ssm package in loops or products that no long sequence fits (flame/models/state_space.py, on any backend).
 - generation: with transformers 5.24 FLA's models lose their cache (flame/models/generation.py).
 - the loss: FLA multiplies float32 matrices for the output projection's gradient (flame/models/linear_cross_entropy.py).
 - SwiGLU, rotary embeddings and the norms' backward: FLA's do not use the memory's bandwidth, or use more than they need
   (flame/models/swiglu_kernels.py, rotary_kernels.py).
+- the backward of short convolutions: FLA keeps its fast kernel for runs of one process (flame/models/conv_backward.py).
 - gated linear attention: on Hopper GPUs FLA's kernels take three times as long (flame/models/chunk_gla.py).
 - chunks of packed documents: FLA counts them on the device and waits for it (flame/models/chunk_bounds.py).
 - autotuning: Triton tries the candidates of a kernel one after the other (flame/models/tuning.py), also where it has
