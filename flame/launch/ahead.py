@@ -26,7 +26,7 @@ from flame.config import JobConfig, auto_options
 from flame.launch.gpu import find_gpu, hide_gpus
 from flame.launch.layout import count_gpus
 from flame.launch.versions import installed_version
-from flame.launch.works import WORKS, Work
+from flame.launch.works import KERNELS, WORKS, Work
 from flame.paths import find_resource
 
 FILE = "FLAME_COMPILING_AHEAD"  # with the work's name, the environment's name for its file
@@ -39,7 +39,8 @@ def start_if_worthwhile(
 ) -> list[subprocess.Popen]:
     """``start``, for all that a job has to compile; one on a machine that does not let it goes on without."""
     if config.job.compile_ahead and auto_options(config):
-        print("flame: no kernels are compiled ahead: auto decides their shapes once the run has started", flush=True)
+        what = WORKS[KERNELS].what
+        print(f"flame: {what} are not compiled ahead: auto decides their shapes once the run has started", flush=True)
     processes = []
     try:
         names = [name for name, work in WORKS.items() if is_worthwhile(work, config, environ)]

@@ -193,4 +193,4 @@ def test_other_nodes_are_not_kept_waiting_until_they_give_up():
 def test_a_job_that_auto_decides_is_told_that_nothing_is_compiled(option, capsys):
     config = parse_args(["--job.config_file", "configs/debug.toml", "--job.compile_ahead", option])
     assert ahead.start_if_worthwhile(config, [], 1, {}) == []
-    assert "auto decides their shapes" in capsys.readouterr().out
+    assert "Triton's kernels are not compiled ahead: auto decides their shapes" in capsys.readouterr().out
