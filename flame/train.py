@@ -109,7 +109,7 @@ def train_loop(run: Run) -> bool:
 
         if run.is_first_step:
             run.prepare_saves()
-            run.log_first_step()
+            run.end_first_step()
             set_timeout(run.config.comm.train_timeout_seconds, run.dist)
         if run.step < training.steps and run.stop_request.agreed(run.dist.max):
             return False

@@ -175,8 +175,8 @@ class Run:
         own = {number: digest for batch in batches for number, digest in zip(batch.numbers, batch.digests, strict=True)}
         return combine_digests({number: digest for part in self.dist.gather(own) for number, digest in part.items()})
 
-    def log_first_step(self) -> None:
-        """Say how long the start took; the first step includes compilation and tuning."""
+    def end_first_step(self) -> None:
+        """Let go of what compilation and tuning have left, and say how long the start took, with them."""
         if self.dist.device.type == "cuda":
             torch.cuda.synchronize(self.dist.device)
         self.gc.collect()
