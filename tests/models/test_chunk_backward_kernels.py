@@ -135,12 +135,15 @@ def test_other_types_go_to_pytorch_and_steps_without_gates_to_fla():
     assert "g" not in calls[0]
 
 
+@pytest.mark.parametrize("with_w", [True, False])
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(128, 256), (256, 512), (128, 64)])
-def test_it_fits_a_hopper_gpu(hopper, key_dim, value_dim):
+def test_it_fits_a_hopper_gpu(hopper, key_dim, value_dim, with_w):
+    """Those of FLA's operators that have no w (`chunk_simple_gla`) give states in float32."""
     tile_keys, tile_values, num_warps = choose_tiles(key_dim, value_dim)
     x, floats, ints = (torch.empty(16, dtype=dtype) for dtype in (torch.bfloat16, torch.float32, torch.int32))
+    states, w = (x, x) if with_w else (floats, None)
     compiled = chunk_gradient_kernel.run(
-        *(x, x, x, x, x, x, x, floats, x, x, x, floats, ints, ints, 0.1, 65_536, 65_536),
+        *(x, x, x, x, states, states, w, floats, x, x, w, floats, ints, ints, 0.1, 65_536, 65_536),
         **{"H": 6, "HV": 6, "K": key_dim, "V": value_dim, "BT": BT, "BK": tile_keys, "BV": tile_values},
         **{"STATE_V_FIRST": False, "STAGES": STAGES, "num_warps": num_warps, "grid": (1,), "warmup": True},
     )
