@@ -193,7 +193,9 @@ def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         data = {"training.dataset": str(scratch / "rows")}
     environment = {"FLA_CACHE_RESULTS": "1"}
     if options.cold:
-        environment |= {name: str(scratch / name) for name in FOLDERS}
+        caches = scratch / "caches"
+        data |= {"job.cache_dir": str(caches)}  # where the choice of an attention is remembered, too
+        environment |= {name: str(caches / folder) for name, folder in FOLDERS.items()}  # the user's would go before it
     output = train(job_arguments(options, scratch / "run", data, options.steps), environment)
     rows = read_rows(scratch / "run")
     result = summarise(rows, min(options.skip, len(rows) - 1), torchtitan_ratio(options.config, options.context_len))

@@ -1,8 +1,11 @@
 """The figures that utils/benchmark.py draws from a run's metrics and from a profiler's trace."""
 
+from pathlib import Path
+
 import pytest
 
 from flame.cli.parse import parse_args
+from flame.launch.caches import FOLDERS, set_up_caches
 from flame.paths import find_resource
 from utils import benchmark
 
@@ -105,3 +108,21 @@ def test_a_job_that_trains_nothing_is_said(tmp_path):
 def test_validations_are_no_steps(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 8.0}\n{"step": 1, "val_loss": 8.1}\n')
     assert benchmark.read_rows(tmp_path) == [{"step": 1, "loss": 8.0}]
+
+
+def test_a_cold_start_finds_no_cache_and_no_choice_of_the_users(tmp_path, monkeypatch):
+    class Started(Exception):
+        pass
+
+    def train(arguments, environment):
+        raise Started(parse_args(arguments), environment)
+
+    monkeypatch.setattr(benchmark, "train", train)
+    options = benchmark.build_parser().parse_args(["--config", str(find_resource("configs/gla_340M.json")), "--cold"])
+    options.job = []
+    with pytest.raises(Started) as started:
+        benchmark.measure(options, tmp_path)
+    config, environment = started.value.args
+    assert set_up_caches(config.job.cache_dir, environment) == []  # nothing goes before it
+    assert Path(config.job.cache_dir).is_relative_to(tmp_path)
+    assert all(Path(environment[name]).is_relative_to(tmp_path) for name in FOLDERS)
