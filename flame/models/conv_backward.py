@@ -3,8 +3,8 @@
 FLA's Triton kernel reads gradient and output once for each of the four weights of a channel, after another kernel has
 computed that output again: 0.67 ms for one of gated_deltanet_340M's convolutions on an H200. Its Gluon kernel
 (`FLA_CONV_GLUON`) keeps a window of both in registers and needs neither, but FLA refuses it wherever torch.distributed
-is initialised. Nothing in it depends on that: over pieces of a row (context parallelism) each rank convolves tensors of
-its own too (`flame/parallel/context_border.py`).
+is initialised. Nothing in it depends on that: each rank convolves tensors of its own. Pieces of a row (context
+parallelism) have states (`flame/parallel/context_border.py`), and stay with the other.
 """
 
 from __future__ import annotations
