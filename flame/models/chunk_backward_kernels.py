@@ -18,6 +18,7 @@ from flame.models.backend import find_operator
 from flame.models.chunk_backward import chunk_bwd_dqkwg
 
 TILE_VALUES, STAGES = 64, 3  # the fastest on an H200
+CHUNKS = (16, 32, 64)  # tokens; of more with float32 states, the tiles exceed a multiprocessor's shared memory
 
 
 def make_chunk_bwd_dqkwg(original: Callable) -> Callable:
@@ -48,7 +49,8 @@ def make_chunk_bwd_dqkwg(original: Callable) -> Callable:
         if cu_seqlens is not None and chunk_indices is None:
             chunk_indices = find_operator("fla.ops.utils.index", "prepare_chunk_indices")(cu_seqlens, chunk_size)
         bounds = {"cu_seqlens": cu_seqlens, "chunk_indices": chunk_indices}
-        compute = _chunk_bwd_dqkwg if takes(q, k, v, do) and g_gamma is None else chunk_bwd_dqkwg
+        is_known = g_gamma is None and chunk_size in CHUNKS
+        compute = _chunk_bwd_dqkwg if is_known and takes(q, k, v, do) else chunk_bwd_dqkwg
         return compute(q, k, v, do, h, dh, w=w, g=g, dv=dv, state_v_first=state_v_first, **options, **bounds)
 
     return function

@@ -12,6 +12,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+from flame.models import chunk_backward_kernels  # noqa: E402
 from flame.models.chunk_backward import chunk_bwd_dqkwg  # noqa: E402
 from flame.models.chunk_backward_kernels import (  # noqa: E402
     STAGES,
@@ -133,6 +134,13 @@ def test_other_types_go_to_pytorch_and_steps_without_gates_to_fla():
     assert calls[0]["g_gamma"] == "decay of each head"
     assert calls[0]["w"] is given["w"]
     assert "g" not in calls[0]
+
+
+def test_longer_chunks_go_to_pytorch(monkeypatch):
+    monkeypatch.setattr(chunk_backward_kernels, "takes", lambda *_: True)
+    given = step([0, 60], 1, (16, 16), (1, 1)) | {"chunk_size": 128}
+    for mine, exact in zip(make_chunk_bwd_dqkwg(None)(**given), chunk_bwd_dqkwg(**given), strict=True):
+        assert torch.equal(mine, exact)
 
 
 @pytest.mark.parametrize("with_w", [True, False])
