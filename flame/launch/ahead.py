@@ -24,7 +24,7 @@ from pathlib import Path
 from flame.cli.parse import parse_args
 from flame.config import JobConfig, auto_options
 from flame.launch.gpu import find_gpu, hide_gpus
-from flame.launch.layout import count_gpus
+from flame.launch.layout import count_gpus, gpu_names
 from flame.launch.versions import installed_version
 from flame.launch.works import KERNELS, WORKS, Work
 from flame.paths import find_resource
@@ -45,7 +45,8 @@ def start_if_worthwhile(
     try:
         names = [name for name, work in WORKS.items() if is_worthwhile(work, config, environ)]
         if names and count_gpus(environ) > 0:
-            processes += (start(name, argv, world_size, environ) for name in names)
+            for name in names:
+                processes.append(start(name, argv, world_size, environ))
     except (OSError, subprocess.SubprocessError) as error:
         print(f"flame: not all kernels are compiled ahead: {error}", flush=True)
     return processes
@@ -62,7 +63,8 @@ def stamp_of(work: Work, config: JobConfig, environ: Mapping[str, str]) -> Path:
     model = model / "config.json" if model.is_dir() else model
     text = model.read_bytes() if model.is_file() else config.model.config
     versions = [installed_version(name) or "" for name in work.packages]
-    digest = hashlib.sha256(repr((work.function, work.options(config), text, versions)).encode()).hexdigest()
+    known = work.function, work.options(config), text, versions, gpu_names()
+    digest = hashlib.sha256(repr(known).encode()).hexdigest()
     return work.cache(environ) / f"flame_{digest[:32]}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import socket
 import subprocess
 from collections.abc import Mapping
@@ -84,6 +85,12 @@ def count_gpus(environ: Mapping[str, str]) -> int:
     # CUDA's own rule: the first entry that is no device ends the list.
     chosen = [entry.strip() for entry in visible.split(",")]
     return next((index for index, entry in enumerate(chosen) if entry in ("", "-1")), len(chosen))
+
+
+def gpu_names() -> list[str]:
+    """The kinds of GPU of this machine, each once."""
+    found = (re.match(r"GPU \d+: (.*?) \(UUID", line) for line in _listing().splitlines())
+    return sorted({match[1] for match in found if match})
 
 
 @cache

@@ -42,6 +42,7 @@ def make_chunk_bwd_dqkwg(original: Callable) -> Callable:
         chunk_indices: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """As `flame.models.chunk_backward.chunk_bwd_dqkwg`."""
+        scale = k.shape[-1] ** -0.5 if scale is None else scale
         options: dict[str, Any] = {"g_gamma": g_gamma, "scale": scale, "chunk_size": chunk_size}
         if g is None:
             bounds = {"cu_seqlens": cu_seqlens, "chunk_indices": chunk_indices}
@@ -73,7 +74,7 @@ def _chunk_bwd_dqkwg(
     g: Tensor,
     g_gamma: None,
     dv: Tensor | None,
-    scale: float | None,
+    scale: float,
     state_v_first: bool,
     cu_seqlens: Tensor | None,
     chunk_size: int,
@@ -92,7 +93,7 @@ def _chunk_bwd_dqkwg(
     with torch.cuda.device_of(q):
         chunk_gradient_kernel[(num_chunks * num_v_heads * num_tiles,)](
             q, k, v, do, h, dh, None if w is None else dv.contiguous(), g, dq, dk, dw, dg, cu_seqlens, chunk_indices,
-            key_dim**-0.5 if scale is None else scale, num_tokens, batch_size * num_tokens, H=num_heads,
+            scale, num_tokens, batch_size * num_tokens, H=num_heads,
             HV=num_v_heads, K=key_dim, V=value_dim, BT=chunk_size, BK=tile_keys, BV=tile_values,
             STATE_V_FIRST=state_v_first, STAGES=STAGES, num_warps=num_warps,
         )  # fmt: skip

@@ -10,6 +10,7 @@ parallelism) have states (`flame/parallel/context_border.py`), and stay with the
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
 
 import torch
@@ -70,8 +71,11 @@ def make_causal_conv1d_bwd(original: Callable) -> Callable:
 
 
 def find_kernel() -> Callable | None:
-    """FLA's; None without an NVIDIA GPU, and where FLA or Triton is without it."""
-    if not torch.cuda.is_available() or torch.version.hip is not None:
+    """FLA's; None on GPUs other than those it was tried on, where FLA or Triton is without it, and where the user has
+    switched it off. Plans made without a GPU are for such a one."""
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
+        return None
+    if os.environ.get("FLA_CONV_GLUON") == "0":
         return None
     try:
         return importlib.import_module("fla.modules.causal_conv1d.backends.gluon").causal_conv1d_bwd_gluon

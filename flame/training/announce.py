@@ -58,6 +58,8 @@ def describe_job(
     )
     blocks = [block for _, block in find_blocks(model)]
     num_blocks, num_units = len(blocks), num_sharded(blocks)
+    if dist.world_size > 1:
+        logger.info("%d processes: %s", dist.world_size, dist.degrees.describe())
     logger.info("FSDP: %d blocks, sharded over %d", num_units, dist.degrees.fsdp)
     if num_units < num_blocks:
         logger.info("FSDP: %d more blocks share weights and stay gathered with the rest", num_blocks - num_units)

@@ -4,7 +4,7 @@ import pytest
 
 from flame.errors import UserError
 from flame.launch import layout
-from flame.launch.layout import Layout, count_gpus, free_port, read_layout, threads_per_process
+from flame.launch.layout import Layout, count_gpus, free_port, gpu_names, read_layout, threads_per_process
 
 
 @pytest.fixture
@@ -29,6 +29,13 @@ def gpus(monkeypatch):
 def test_visible_gpus(gpus, visible, expected):
     gpus(4)
     assert count_gpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == expected
+
+
+def test_kinds_of_gpus(gpus):
+    gpus(0)
+    assert gpu_names() == []
+    gpus(2)
+    assert gpu_names() == ["H200"]
 
 
 def test_no_gpu_for_a_cpu_build_of_torch(gpus, monkeypatch):

@@ -65,11 +65,22 @@ def test_packed_documents_are_one_row(function):
     assert function(**arguments(num_rows=2), cu_seqlens=bounds)[0] == "original"
 
 
-def test_without_a_gpu_flas_function_stays(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert find_kernel() is None
+@pytest.mark.parametrize(("capability", "is_there"), [((9, 0), True), ((8, 0), False), ((10, 0), False)])
+def test_other_gpus_keep_flas_function(monkeypatch, capability, is_there):
+    pytest.importorskip("triton")
+    assert find_kernel() is not None  # FLA has been imported by now, which asks for the GPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert (find_kernel() is not None) == is_there
     original = object()
-    assert make_causal_conv1d_bwd(original) is original
+    assert (make_causal_conv1d_bwd(original) is original) != is_there
+
+
+def test_it_can_be_switched_off(monkeypatch):
+    pytest.importorskip("triton")
+    assert find_kernel() is not None  # for plans
+    monkeypatch.setenv("FLA_CONV_GLUON", "0")
+    assert find_kernel() is None
 
 
 @pytest.mark.gpu
