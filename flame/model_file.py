@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,10 +20,10 @@ def read_model_file(name: str) -> dict[str, Any] | None:
     None where there is no such file or it is damaged: the run finds out what that means.
     """
     path = find_resource(name)
-    path = path / "config.json" if path.is_dir() else path
     try:
+        path = path / "config.json" if path.is_dir() else path
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return values if isinstance(values, dict) else None
 
@@ -31,7 +32,7 @@ def may_attend(name: str) -> bool:
     """Whether the model that ``model.config`` names may have softmax attention; one on the hub may."""
     values = read_model_file(name)
     if values is None:
-        return not (name.endswith(".json") or find_resource(name).exists())
+        return not (name.endswith(".json") or os.path.exists(find_resource(name)))
     text = values.get("text_config")
     heads_of = text if isinstance(text, dict) else values  # of transformers' models
     return values.get("model_type") in SOFTMAX_FAMILIES or bool(values.get("attn")) or "num_attention_heads" in heads_of

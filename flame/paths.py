@@ -17,10 +17,10 @@ def find_resource(name: str | Path) -> Path:
     report as the user wrote it.
     """
     path = Path(name).expanduser()
-    if path.is_absolute() or path.exists():
+    if path.is_absolute() or os.path.exists(path):  # which takes a name too long for a file for one that is missing
         return path
     for root in (PACKAGE_ROOT.parent, PACKAGE_ROOT / "shipped"):
-        if (root / path).exists():
+        if os.path.exists(root / path):
             return root / path
     return path
 

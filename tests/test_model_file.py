@@ -49,10 +49,11 @@ def test_what_a_file_may_lack_is_none_in_the_class(family, given, tmp_path):
 
 def test_damaged_files_say_nothing(tmp_path):
     path = tmp_path / "model.json"
-    for text in ("{", "[1]"):
+    for text in ("{", "[1]", "[" * 100_000):
         path.write_text(text)
         assert read_model_file(str(path)) is None
         assert not may_attend(str(path))
+    assert not may_attend("a" * 300 + ".json")
 
 
 def test_a_model_on_the_hub_may_have_attention():

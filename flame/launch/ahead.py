@@ -108,16 +108,20 @@ def wait_until_compiled(name: str, environ: Mapping[str, str], longest_s: float 
     if path is None or not os.path.exists(path):
         return ""
     end = time.monotonic() + longest_s
-    with open(path, encoding="utf-8") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    return f"{WORKS[name].what}: still being compiled after {longest_s:.0f} s; not waiting any longer"
-                time.sleep(0.05)
-            else:
-                return file.read()
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    if time.monotonic() > end:
+                        what = WORKS[name].what
+                        return f"{what}: still being compiled after {longest_s:.0f} s; not waiting any longer"
+                    time.sleep(0.05)
+                else:
+                    return file.read()
+    except OSError as error:  # the file has gone with its launcher, or its disk knows no locks
+        return f"{WORKS[name].what}: not waited for: {error}"
 
 
 def _variable(name: str) -> str:

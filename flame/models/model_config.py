@@ -6,6 +6,7 @@ import difflib
 import inspect
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +45,11 @@ def load_model_config(model_section: Any, tokenizer: Any = None) -> PretrainedCo
     if not name:
         raise UserError("model.config is empty: give a *.json file, a folder with config.json, or a hub id")
     path = find_resource(name)
-    if path.is_dir():
+    if os.path.isdir(path):
         path = path / "config.json"
         if not path.exists():
             raise UserError(f"model.config = {name}: the folder holds no config.json")
-    if path.is_file():
+    if os.path.isfile(path):
         config = _from_file(path, model_section.trust_remote_code)
     elif name.endswith(".json") or name.startswith((".", "/", "~")):
         raise UserError(f"model.config = {name}: no such file or folder{_shipped_hint(name)}")
@@ -123,7 +124,7 @@ def _from_file(path: Path, trust_remote_code: bool) -> PretrainedConfig:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"), object_hook=_decode_float)
-    except ValueError as fault:
+    except (ValueError, RecursionError) as fault:
         raise UserError(f"{path}: not valid JSON: {fault}") from fault
     if not isinstance(values, dict):
         raise UserError(f"{path}: must hold one JSON object, not a {type(values).__name__}")

@@ -183,6 +183,13 @@ def test_a_machine_that_does_not_let_it_goes_on_without(error, tmp_path, monkeyp
     assert environ.keys() == {"TRITON_CACHE_DIR"}
 
 
+def test_a_file_that_cannot_be_waited_for_ends_no_run(tmp_path):
+    said = ahead.wait_until_compiled("kernels", {"FLAME_COMPILING_AHEAD_KERNELS": str(tmp_path)})  # a folder
+    assert said.startswith("Triton's kernels: not waited for: ")
+    (tmp_path / "said").write_bytes(b"\xff")
+    assert ahead.wait_until_compiled("kernels", {"FLAME_COMPILING_AHEAD_KERNELS": str(tmp_path / "said")})
+
+
 def test_other_nodes_are_not_kept_waiting_until_they_give_up():
     assert ahead.longest_wait({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}, 300) == ahead.LONGEST_WAIT_S
     assert ahead.longest_wait({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, 300) == 150

@@ -86,6 +86,7 @@ def test_an_eos_that_pads_is_still_trained(write):
     [
         ("{", "not valid JSON"),
         ("[1]", "one JSON object"),
+        ("[" * 100_000, "not valid JSON"),
         ({"hidden_size": 64}, "model_type is missing"),
         (TINY | {"model_type": "gated_deltnet"}, "gated_deltanet"),
         (TINY | {"num_hidden_layer": 3, "num_hidden_layers": 2}, None),
@@ -123,6 +124,8 @@ def test_unknown_keys_are_named(write, caplog):
 def test_missing_files(tmp_path):
     with pytest.raises(UserError, match="no such file or folder"):
         load_model_config(section(tmp_path / "none.json"))
+    with pytest.raises(UserError, match="no such file or folder"):
+        load_model_config(section("a" * 300 + ".json"))  # longer than a file's name may be
     with pytest.raises(UserError, match=r"did you mean configs/gla_340M\.json"):
         load_model_config(section("configs/gla_34M.json"))
     with pytest.raises(UserError, match=r"no config\.json"):
