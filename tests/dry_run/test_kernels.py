@@ -57,6 +57,25 @@ def test_a_jobs_kernels_are_found_and_compiled(hopper, monkeypatch):
     assert told == f"{len(compiled)} forms of {len(names)} kernels"
 
 
+def test_a_gated_delta_nets_backward_takes_the_kernels_that_flame_chose(hopper, monkeypatch):
+    """They are reached through FLA's layers, and compile."""
+    from flame.dry_run.kernels import planned_kernels
+    from flame.models import backend
+
+    monkeypatch.setattr(backend, "needs_chunk_backward", lambda: True)  # as with Triton before 3.7.1
+    job = [option.replace("gla.json", "gated_deltanet.json") for option in JOB]
+    try:
+        tasks = planned_kernels(parse_args(job), 1)
+    finally:
+        dist.destroy_process_group()
+    homes = {task.name: task.kernel.fn.__module__ for task in tasks if not task.is_tuned}
+    assert homes["causal_conv1d_bwd_kernel"] == "fla.modules.causal_conv1d.backends.gluon"
+    assert homes["chunk_gradient_kernel"] == "flame.models.chunk_backward_kernels"
+    for task in tasks:
+        if task.name in ("causal_conv1d_bwd_kernel", "chunk_gradient_kernel"):
+            assert task.kernel.run(*task.args, **task.options).metadata.shared < 227 * 1024
+
+
 @pytest.mark.parametrize("family", ["transformer", "gla", "gated_deltanet"])
 def test_what_is_tuned_does_not_depend_on_how_many_documents_a_row_has(family, hopper):
     from triton.runtime.autotuner import Autotuner, Heuristics
