@@ -22,6 +22,7 @@ from flame.training.lengths import tokens_per_step
 logger = logging.getLogger(__name__)
 
 TOKENS_PER_STEP = "tokens per step"
+_KEEPS_TOKENS = "; training.batch_size and gradient_accumulation_steps, which count for each rank, can keep it"
 
 
 def restore(
@@ -146,4 +147,5 @@ def log_changes(before: dict[str, Any], now: dict[str, Any]) -> None:
     """Log each setting that differs from the checkpoint's; the new value is the one that counts."""
     for name, value in now.items():
         if name in before and before[name] != value:
-            logger.warning("%s changed since the checkpoint: %s, was %s", name, value, before[name])
+            hint = _KEEPS_TOKENS if name == TOKENS_PER_STEP else ""
+            logger.warning("%s changed since the checkpoint: %s, was %s%s", name, value, before[name], hint)

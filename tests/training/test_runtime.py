@@ -65,5 +65,6 @@ def test_changed_settings_are_named(caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "optimizer.lr changed since the checkpoint: 0.001, was 0.0008",
         "optimizer.weight_decay changed since the checkpoint: 0.2, was 0.1",
-        "tokens per step changed since the checkpoint: 24576, was 12288",
+        "tokens per step changed since the checkpoint: 24576, was 12288; training.batch_size and "
+        "gradient_accumulation_steps, which count for each rank, can keep it",
     ]
