@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from flame.paths import find_resource
@@ -14,15 +15,19 @@ from flame.paths import find_resource
 SOFTMAX_FAMILIES = ("transformer", "bitnet")
 
 
+def find_model_file(name: str) -> Path:
+    """Where ``model.config`` is, if it is a JSON file or a folder with one; nowhere if it is on the hub."""
+    path = find_resource(name)
+    return path / "config.json" if os.path.isdir(path) else path
+
+
 def read_model_file(name: str) -> dict[str, Any] | None:
     """The values of ``model.config``, a JSON file or a folder with one.
 
     None where there is no such file or it is damaged: the run finds out what that means.
     """
-    path = find_resource(name)
     try:
-        path = path / "config.json" if path.is_dir() else path
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(find_model_file(name).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
     return values if isinstance(values, dict) else None

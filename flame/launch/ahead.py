@@ -27,7 +27,7 @@ from flame.launch.gpu import find_gpu, hide_gpus
 from flame.launch.layout import count_gpus, gpu_names
 from flame.launch.versions import installed_version
 from flame.launch.works import KERNELS, WORKS, Work
-from flame.paths import find_resource
+from flame.model_file import find_model_file
 
 FILE = "FLAME_COMPILING_AHEAD"  # with the work's name, the environment's name for its file
 LONGEST_WAIT_S = 600.0
@@ -59,9 +59,8 @@ def is_worthwhile(work: Work, config: JobConfig, environ: Mapping[str, str]) -> 
 
 def stamp_of(work: Work, config: JobConfig, environ: Mapping[str, str]) -> Path:
     """The file in a cache that says that what jobs like this one need is there."""
-    model = find_resource(config.model.config)
-    model = model / "config.json" if model.is_dir() else model
-    text = model.read_bytes() if model.is_file() else config.model.config
+    model = find_model_file(config.model.config)
+    text = model.read_bytes() if os.path.isfile(model) else config.model.config
     versions = [installed_version(name) or "" for name in work.packages]
     known = work.function, work.options(config), text, versions, gpu_names()
     digest = hashlib.sha256(repr(known).encode()).hexdigest()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flame.models.backend import find_operator
 from flame.models.chunk_backward import chunk_bwd_dqkwg
+from flame.models.chunk_gla_kernels import locate_chunk
 
 TILE_VALUES, STAGES = 64, 3  # the fastest on an H200
 CHUNKS = (16, 32, 64)  # tokens; of more with float32 states, the tiles exceed a multiprocessor's shared memory
@@ -25,34 +26,20 @@ def make_chunk_bwd_dqkwg(original: Callable) -> Callable:
     """FLA's `chunk_bwd_dqkwg`; steps without data-dependent decays, which it takes itself, are left to it."""
 
     def function(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        do: Tensor,
-        h: Tensor,
-        dh: Tensor,
-        w: Tensor | None = None,
-        g: Tensor | None = None,
-        g_gamma: Tensor | None = None,
-        dv: Tensor | None = None,
-        scale: float | None = None,
-        state_v_first: bool = False,
-        cu_seqlens: Tensor | None = None,
-        chunk_size: int = 64,
-        chunk_indices: Tensor | None = None,
+        q: Tensor, k: Tensor, v: Tensor, do: Tensor, h: Tensor, dh: Tensor, *, g: Tensor | None = None, **options: Any
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """As `flame.models.chunk_backward.chunk_bwd_dqkwg`."""
-        scale = k.shape[-1] ** -0.5 if scale is None else scale
-        options: dict[str, Any] = {"g_gamma": g_gamma, "scale": scale, "chunk_size": chunk_size}
+        if options.get("scale") is None:
+            options["scale"] = k.shape[-1] ** -0.5
         if g is None:
-            bounds = {"cu_seqlens": cu_seqlens, "chunk_indices": chunk_indices}
-            return original(q, k, v, do, h, dh, w=w, dv=dv, state_v_first=state_v_first, **options, **bounds)
-        if cu_seqlens is not None and chunk_indices is None:
-            chunk_indices = find_operator("fla.ops.utils.index", "prepare_chunk_indices")(cu_seqlens, chunk_size)
-        bounds = {"cu_seqlens": cu_seqlens, "chunk_indices": chunk_indices}
-        is_known = g_gamma is None and chunk_size in CHUNKS
+            return original(q, k, v, do, h, dh, **options)
+        chunk_size = options.setdefault("chunk_size", 64)  # as FLA
+        if options.get("cu_seqlens") is not None and options.get("chunk_indices") is None:
+            prepare = find_operator("fla.ops.utils.index", "prepare_chunk_indices")
+            options["chunk_indices"] = prepare(options["cu_seqlens"], chunk_size)
+        is_known = options.get("g_gamma") is None and chunk_size in CHUNKS
         compute = _chunk_bwd_dqkwg if is_known and takes(q, k, v, do) else chunk_bwd_dqkwg
-        return compute(q, k, v, do, h, dh, w=w, g=g, dv=dv, state_v_first=state_v_first, **options, **bounds)
+        return compute(q, k, v, do, h, dh, g=g, **options)
 
     return function
 
@@ -70,15 +57,15 @@ def _chunk_bwd_dqkwg(
     h: Tensor,
     dh: Tensor,
     *,
-    w: Tensor | None,
+    w: Tensor | None = None,
     g: Tensor,
-    g_gamma: None,
-    dv: Tensor | None,
+    g_gamma: None = None,
+    dv: Tensor | None = None,
     scale: float,
-    state_v_first: bool,
-    cu_seqlens: Tensor | None,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
     chunk_size: int,
-    chunk_indices: Tensor | None,
+    chunk_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     q, k, v, do, h, dh, g = (x.contiguous() for x in (q, k, v, do, h, dh, g))
     batch_size, num_tokens, num_heads, key_dim = k.shape
@@ -135,19 +122,7 @@ def chunk_gradient_kernel(
     NK: tl.constexpr = (K + BK - 1) // BK
     pid = tl.program_id(0)
     i_k = pid % NK
-    i_h = pid // NK % HV
-    i_c = (pid // (NK * HV)).to(tl.int64)
-    if cu_seqlens is not None:
-        i_n = tl.load(chunk_indices + i_c * 2).to(tl.int32)
-        i_t = tl.load(chunk_indices + i_c * 2 + 1).to(tl.int32)
-        start = tl.load(cu_seqlens + i_n).to(tl.int64)
-        left = (tl.load(cu_seqlens + i_n + 1).to(tl.int64) - start).to(tl.int32) - i_t * BT
-        first = start + i_t * BT
-    else:
-        num_chunks = tl.cdiv(T, BT)
-        i_t = (i_c % num_chunks).to(tl.int32)
-        left = T - i_t * BT
-        first = (i_c // num_chunks) * T + i_t * BT
+    i_c, i_h, first, left = locate_chunk(cu_seqlens, chunk_indices, pid // NK, T, HV, BT)
     r = tl.arange(0, BT)
     m_t = r < left
     o_k = i_k * BK + tl.arange(0, BK)

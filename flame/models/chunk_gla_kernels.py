@@ -25,7 +25,7 @@ LARGEST_EXPONENT = tl.constexpr(100.0)
 
 
 @triton.jit
-def _locate_chunk(cu_seqlens, chunk_indices, pid, T, H: tl.constexpr, BT: tl.constexpr):
+def locate_chunk(cu_seqlens, chunk_indices, pid, T, H: tl.constexpr, BT: tl.constexpr):
     """A program's chunk: its number, its head, its first token, and how many tokens of the document are left there."""
     i_c = (pid // H).to(tl.int64)
     i_h = pid % H
@@ -57,7 +57,7 @@ def gla_prepare_kernel(
     H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """q 2^G scale, k 2^(G_last - G), A [B, T, H, BT] and 2^G_last [chunks, H, K], one chunk and head a program."""
-    i_c, i_h, first, left = _locate_chunk(cu_seqlens, chunk_indices, tl.program_id(0), T, H, BT)
+    i_c, i_h, first, left = locate_chunk(cu_seqlens, chunk_indices, tl.program_id(0), T, H, BT)
     r = tl.arange(0, BT)
     m_t = r < left
     base = (first * H + i_h) * K
@@ -167,7 +167,7 @@ def gla_gradient_kernel(
     """
     pid = tl.program_id(0)
     NK: tl.constexpr = K // BK
-    i_c, i_h, first, left = _locate_chunk(cu_seqlens, chunk_indices, pid // NK, T, H, BT)
+    i_c, i_h, first, left = locate_chunk(cu_seqlens, chunk_indices, pid // NK, T, H, BT)
     r = tl.arange(0, BT)
     o_k = pid % NK * BK + tl.arange(0, BK)
     m_t = r < left

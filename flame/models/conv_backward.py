@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,21 +33,19 @@ def make_causal_conv1d_bwd(original: Callable) -> Callable:
         dy: Tensor,
         dht: Tensor | None,
         weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        residual: Tensor | None = None,
+        *,
         initial_state: Tensor | None = None,
         activation: str | None = None,
         cu_seqlens: Tensor | None = None,
-        cu_seqlens_cpu: Tensor | None = None,
-        chunk_indices: Tensor | None = None,
         chunk_size: int = CHUNK,
-        **options: bool,
+        **others: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """Gradients of x, weight, bias, residual and initial state.
 
         Args:
-            x, dy, residual: [B, T, D]; weight: [D, W]; bias: [D].
+            x, dy: [B, T, D]; weight: [D, W].
             dht, initial_state: [N, D, W].
+            others: FLA's further arguments, by name, such as bias [D] and residual [B, T, D].
         """
         has_states = dht is not None or initial_state is not None
         is_known = activation in ACTIVATIONS and chunk_size == CHUNK and not (cu_seqlens is not None and len(x) != 1)
@@ -56,15 +55,11 @@ def make_causal_conv1d_bwd(original: Callable) -> Callable:
             dy,
             dht,
             weight=weight,
-            bias=bias,
-            residual=residual,
             initial_state=initial_state,
             activation=activation,
             cu_seqlens=cu_seqlens,
-            cu_seqlens_cpu=cu_seqlens_cpu,
-            chunk_indices=chunk_indices,
             chunk_size=chunk_size,
-            **options,
+            **others,
         )
 
     return causal_conv1d_bwd
