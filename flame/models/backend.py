@@ -142,7 +142,7 @@ _ATTENTION_MODULES = (
 
 # Programs of a norm's backward on each multiprocessor. FLA starts one, which takes its rows one after the other and
 # waits for each: a quarter of the memory's bandwidth on an H200.
-NORM_PROGRAMS = 8
+NORM_PROGRAMS = {"fla.modules.norm.layernorm": 8, "fla.modules.norm.fused_norm_gate": 4}
 
 _installed: list[tuple[Any, Any, Any, bool]] = []  # (namespace, name, original, is a dict)
 _attention: list[Attention] = []  # the one in place
@@ -299,21 +299,25 @@ def _install_kernels() -> None:
     from flame.models.chunk_backward_kernels import make_chunk_bwd_dqkwg
     from flame.models.chunk_gla import make_chunk_gla
     from flame.models.conv_backward import make_causal_conv1d_bwd
+    from flame.models.delta_rule import make_backward, make_forward
 
-    activations = "fla.modules.activations.ops"
+    activations, delta_rule = "fla.modules.activations.ops", "fla.ops.gated_delta_rule.chunk"
     wrap_operators(
         [
             ("fla.ops.gla", "chunk_gla", make_chunk_gla),
             ("fla.modules.causal_conv1d.ops", "causal_conv1d_bwd", make_causal_conv1d_bwd),
+            (delta_rule, "chunk_gated_delta_rule_fwd", make_forward),
+            (delta_rule, "chunk_gated_delta_rule_bwd", make_backward),
             (activations, "swiglu_fwd", swiglu_kernels.make_swiglu_forward),
             (activations, "swiglu_fwdbwd", swiglu_kernels.make_swiglu_backward),
             ("fla.modules.rotary", "rotary_embedding", rotary_kernels.make_rotary_embedding),
             *([("fla.ops.common.chunk_o", "chunk_bwd_dqkwg", make_chunk_bwd_dqkwg)] if needs_chunk_backward() else ()),
         ]
     )
-    norms = importlib.import_module("fla.modules.norm.layernorm")
     count = find_operator("fla.modules.norm.layernorm", "get_multiprocessor_count")
-    _replace(norms, "get_multiprocessor_count", lambda device=0: NORM_PROGRAMS * count(device))
+    for name, num_programs in NORM_PROGRAMS.items():
+        norms = importlib.import_module(name)
+        _replace(norms, "get_multiprocessor_count", lambda device=0, times=num_programs: times * count(device))
 
 
 def needs_chunk_backward() -> bool:

@@ -80,10 +80,10 @@ def takes(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> bool:
     """Whether the kernels do: bfloat16 heads of known widths, on the kind of GPU that they were written for."""
     is_bfloat16 = all(x.dtype == torch.bfloat16 for x in (q, k, v, g))
     is_known = q.shape[-1] in KEY_DIMS and v.shape[-1] % TILE == 0 and q.shape == k.shape == g.shape
-    return is_bfloat16 and is_known and q.shape[:-1] == v.shape[:-1] and _is_on_hopper(q)
+    return is_bfloat16 and is_known and q.shape[:-1] == v.shape[:-1] and is_on_hopper(q)
 
 
-def _is_on_hopper(x: Tensor) -> bool:
+def is_on_hopper(x: Tensor) -> bool:
     """Tensors without memory stand for those of this machine's GPU, or of a Hopper GPU where there is none."""
     if x.is_meta and not torch.cuda.is_available():
         return True

@@ -44,6 +44,21 @@ def locate_chunk(cu_seqlens, chunk_indices, pid, T, H: tl.constexpr, BT: tl.cons
 
 
 @triton.jit
+def locate_document(cu_seqlens, chunk_offsets, order, i, T, BT: tl.constexpr):
+    """The i-th document in ``order``: its number, its first token, its length and its first chunk."""
+    i_n = tl.load(order + i).to(tl.int64) if order is not None else i.to(tl.int64)
+    if cu_seqlens is not None:
+        start = tl.load(cu_seqlens + i_n).to(tl.int64)
+        length = (tl.load(cu_seqlens + i_n + 1).to(tl.int64) - start).to(tl.int32)
+        first_chunk = tl.load(chunk_offsets + i_n).to(tl.int64)
+    else:
+        start = i_n * T
+        length = T
+        first_chunk = i_n * tl.cdiv(T, BT)
+    return i_n, start, length, first_chunk
+
+
+@triton.jit
 def _add_up_decays(b_g, BT: tl.constexpr):
     """G [BT, BK] and G_last [BK] from natural log decays; rows past the document, which are 0, repeat the last."""
     r = tl.arange(0, BT)
@@ -112,18 +127,10 @@ def gla_state_kernel(
     pid = tl.program_id(0)
     NV: tl.constexpr = V // BV
     i_v = pid % NV
-    i_n = tl.load(order + pid // (NV * H)).to(tl.int32) if order is not None else pid // (NV * H)
     i_h = pid // NV % H
-    i_nh = (i_n * H + i_h).to(tl.int64)
-    if cu_seqlens is not None:
-        start = tl.load(cu_seqlens + i_n).to(tl.int64)
-        T = (tl.load(cu_seqlens + i_n + 1).to(tl.int64) - start).to(tl.int32)
-        num_chunks = tl.cdiv(T, BT)
-        first_chunk = tl.load(chunk_offsets + i_n).to(tl.int64)
-    else:
-        start = i_n.to(tl.int64) * T
-        num_chunks = tl.cdiv(T, BT)
-        first_chunk = i_n.to(tl.int64) * num_chunks
+    i_n, start, length, first_chunk = locate_document(cu_seqlens, chunk_offsets, order, pid // (NV * H), T, BT)
+    i_nh = i_n * H + i_h
+    num_chunks = tl.cdiv(length, BT)
     r = tl.arange(0, BT)
     o_k = tl.arange(0, K)
     o_v = i_v * BV + tl.arange(0, BV)
@@ -137,7 +144,7 @@ def gla_state_kernel(
         b_s += tl.load(s_first + i_nh * (K * V) + p_s).to(tl.float32)
     for i in tl.range(0, num_chunks, num_stages=STAGES):
         i_t = tl.cast(num_chunks - 1 - i if BACKWARD else i, tl.int64)
-        m_t = r < T - i_t * BT
+        m_t = r < length - i_t * BT
         i_c = (first_chunk + i_t) * H + i_h
         b_x = tl.load(x + i_t * (BT * H * K) + p_k, mask=m_t[:, None], other=0.0)
         b_y = tl.load(y + i_t * (BT * H * V) + p_v, mask=m_t[:, None], other=0.0)
