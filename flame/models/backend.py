@@ -8,7 +8,8 @@ Eleven sets of replacements, written against flash-linear-attention 0.6:
 - one backward step of the gated operators: FLA refuses it on Hopper GPUs with Triton 3.4 to 3.7.0, where the compiler
   gets it wrong (flash-linear-attention issue 640; Triton 3.7.1 is right again); flame/models/chunk_backward_kernels.py.
 - state space mixers: FLA's Mamba and Mamba2 layers run on from one packed document into the next, and without the
-  mamba_ssm package in loops or products that no long sequence fits (flame/models/state_space.py, on any backend).
+  mamba_ssm package in loops or products that no long sequence fits (flame/models/state_space.py, on any backend; on
+  Hopper GPUs Mamba-2's scan has kernels of its own, flame/models/chunk_ssd.py).
 - generation: with transformers 5.24 FLA's models lose their cache (flame/models/generation.py).
 - the loss: FLA multiplies float32 matrices for the output projection's gradient (flame/models/linear_cross_entropy.py).
 - SwiGLU, rotary embeddings and the norms' backward: FLA's do not use the memory's bandwidth, or use more than they need
@@ -45,6 +46,7 @@ from flame.models.attention import Attention, resolve_attention_backend
 from flame.models.generation import is_cache_renamed, prepare_inputs_for_generation
 from flame.models.linear_cross_entropy import make_fused_loss
 from flame.models.native_attention import register_native_attention
+from flame.models.ssd import make_ssd
 from flame.models.state_space import make_mamba2_forward, make_mamba_forward
 from flame.models.tuned import use_shipped_results
 from flame.models.tuning import bench_compiled, keep_plain_results
@@ -352,14 +354,16 @@ def _install_state_space(backend: str) -> None:
     causal_conv1d = find_operator("fla.modules.causal_conv1d", "causal_conv1d")  # by now the backend's
     if backend == "reference":
         selective_scan = _reference("selective_scan", "selective_scan")
-        linear_attention = _reference("simple_gla", "chunk_simple_gla")
+        ssd = make_ssd(_reference("simple_gla", "chunk_simple_gla"))
     else:
+        # Triton is there on Linux only.
         selective_scan = importlib.import_module("flame.models.selective_scan").selective_scan
-        linear_attention = find_operator("fla.ops.simple_gla", "chunk_simple_gla")
+        make_chunk_ssd = importlib.import_module("flame.models.chunk_ssd").make_chunk_ssd
+        ssd = make_chunk_ssd(make_ssd(find_operator("fla.ops.simple_gla", "chunk_simple_gla")))
     # In the layers' modules, as FLA's own operators are, so that they can be wrapped there.
     mamba, mamba2 = (importlib.import_module(name) for name in ("fla.layers.mamba", "fla.layers.mamba2"))
     _replace(mamba, "selective_scan", selective_scan)
-    _replace(mamba2, "chunk_simple_gla", linear_attention)
+    _replace(mamba2, "ssd", ssd)
     for module, class_name, make in ((mamba, "Mamba", make_mamba_forward), (mamba2, "Mamba2", make_mamba2_forward)):
         _replace(logging.getLogger(module.__name__), "disabled", True)  # it would announce FLA's own fallbacks
         _replace(module, "causal_conv1d", causal_conv1d)

@@ -104,8 +104,7 @@ def _state_space_dual(
     step = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)
     B, C = (x.to(hidden_states.dtype) for x in (B, C))
-    y, _ = ssd(hidden_states, step, A.float(), B, C, chunk_simple_gla, cu_seqlens=cu_seqlens)
-    return y if D is None else y + D[:, None].to(y.dtype) * hidden_states
+    return ssd(hidden_states, step, A.float(), B, C, chunk_simple_gla, D, cu_seqlens=cu_seqlens)[0]
 
 
 def _gated_delta_rule(name: str) -> Callable:

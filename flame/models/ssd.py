@@ -10,12 +10,24 @@ which is linear attention with queries C, keys B, values dt x and log decays dt 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from flame.models.reference.packing import compute_dtype
+
+LinearAttention = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+def make_ssd(linear_attention: LinearAttention) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """`ssd` on that operator."""
+
+    def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *args: Any, **options: Any) -> tuple:
+        return ssd(x, dt, A, B, C, linear_attention, *args, **options)
+
+    return scan
 
 
 def ssd(
@@ -24,7 +36,8 @@ def ssd(
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    linear_attention: Callable[..., tuple[Tensor, Tensor | None]],
+    linear_attention: LinearAttention,
+    D: Tensor | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
@@ -35,6 +48,7 @@ def ssd(
         x: [B, T, H, P]; dt: [B, T, H] positive step sizes; A: [H], negative.
         B, C: [B, T, G, N]; the first H / G heads share the first group, and so on.
         linear_attention: FLA's `chunk_simple_gla` or the reference of that name.
+        D: [H] or [H, P], of the skip connection: D x is added to y. None without.
         initial_state: [num_documents, H, N, P]; zeros by default.
         cu_seqlens: [num_documents + 1] bounds of one packed row; without it each row is a document.
 
@@ -48,13 +62,18 @@ def ssd(
         options = dict(scale=1.0, output_final_state=output_final_state, cu_seqlens=cu_seqlens)
         return linear_attention(queries, keys, values, g=dt * A, initial_state=state, **options)
 
-    if not torch.is_grad_enabled():
-        return run(x, dt, A, B, C, initial_state)
-    # Repeated for every head, B and C are many times the size of x; the backward pass repeats them anew.
-    return checkpoint(run, x, dt, A, B, C, initial_state, use_reentrant=False, preserve_rng_state=False)
+    if torch.is_grad_enabled():
+        # Repeated for every head, B and C are many times the size of x; the backward pass repeats them anew.
+        once_more = dict(use_reentrant=False, preserve_rng_state=False)
+        y, state = checkpoint(run, x, dt, A, B, C, initial_state, **once_more)
+    else:
+        y, state = run(x, dt, A, B, C, initial_state)
+    return _add_skip(y, x, D), state
 
 
-def ssd_step(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, initial_state: Tensor) -> tuple[Tensor, Tensor]:
+def ssd_step(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, *, initial_state: Tensor
+) -> tuple[Tensor, Tensor]:
     """`ssd` of rows of one token, T = 1, for decoding; always returns the states."""
     dtype = compute_dtype(x, dt, initial_state)
     num_heads = x.shape[2]
@@ -63,7 +82,11 @@ def ssd_step(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, initial_sta
     decay = torch.exp(dt[:, 0] * A)[..., None, None]
     state = initial_state * decay + keys[..., None] * values[:, :, None]
     y = (state * queries[..., None]).sum(-2)
-    return y[:, None].to(x.dtype), state
+    return _add_skip(y[:, None].to(x.dtype), x, D), state
+
+
+def _add_skip(y: Tensor, x: Tensor, D: Tensor | None) -> Tensor:
+    return y if D is None else torch.addcmul(y, x, D.to(x.dtype).view(x.shape[2], -1))
 
 
 def _repeat_groups(x: Tensor, num_heads: int) -> Tensor:

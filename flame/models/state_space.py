@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from flame.models.reference.packing import compute_dtype
 from flame.models.reference.selective_scan import selective_scan_step
-from flame.models.ssd import ssd, ssd_step
+from flame.models.ssd import ssd_step
 
 Forward = Callable[..., tuple[Tensor, None, Any]]
 
@@ -76,7 +76,8 @@ def make_mamba2_forward(operators: Any) -> Forward:
     """`Mamba2.forward` (arXiv:2405.21060, section 6.1) on the operators that a namespace holds when it is called.
 
     Args:
-        operators: `chunk_simple_gla` and `causal_conv1d`, FLA's or the references of that name.
+        operators: `ssd`, what `flame.models.ssd.make_ssd` returns or a function with its arguments, and
+            `causal_conv1d`, FLA's or the reference of that name.
     """
 
     def forward(
@@ -99,12 +100,12 @@ def make_mamba2_forward(operators: Any) -> Forward:
         dtype = compute_dtype(x)
         dt = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype)).clamp(*self.dt_limit)
         A = -torch.exp(self.A_log.to(dtype))
+        D = self.D.view(self.num_heads, -1)
         if state.decodes(hidden_states, cu_seqlens):
-            y, recurrent = ssd_step(x, dt, A, B, C, state.recurrent)
+            y, recurrent = ssd_step(x, dt, A, B, C, D, initial_state=state.recurrent)
         else:
-            linear_attention = operators.chunk_simple_gla
-            y, recurrent = ssd(x, dt, A, B, C, linear_attention, state.recurrent, state.wanted, cu_seqlens)
-        y = torch.addcmul(y, x, self.D.to(x.dtype).view(self.num_heads, -1)).flatten(2)
+            y, recurrent = operators.ssd(x, dt, A, B, C, D, state.recurrent, state.wanted, cu_seqlens=cu_seqlens)
+        y = y.flatten(2)
         y = y * self.act(gate) if self.norm is None else self.norm(y, gate)
         state.update(recurrent, num_tokens=hidden_states.shape[1])
         return self.out_proj(y), None, past_key_values

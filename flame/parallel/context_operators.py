@@ -44,6 +44,7 @@ _OPERATORS: dict[tuple[str, str], OnPieces] = {
     ("fla.ops.gsa", "chunk_gsa"): context_states.gated_slots,
     ("fla.ops.gsa", "fused_recurrent_gsa"): context_states.gated_slots,
     ("fla.layers.mamba", "selective_scan"): context_states.selective_scan,  # flame's own, in FLA's layer
+    ("fla.layers.mamba2", "ssd"): context_states.state_space_dual,  # likewise
     ("fla.ops.delta_rule", "chunk_delta_rule"): context_states.delta_rule,
 }
 # These exchange states by themselves where Triton runs them.

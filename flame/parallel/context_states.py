@@ -123,6 +123,31 @@ def selective_scan(context: ContextParallel, original: Callable) -> Callable:
     return scan
 
 
+def state_space_dual(context: ContextParallel, original: Callable) -> Callable:
+    """S_t = exp(dt_t A) S_{t-1} + dt_t B_t x_t^T of Mamba-2, with decays of heads."""
+
+    def scan(
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None = None,
+        initial_state: None = None,
+        output_final_state: bool = False,
+        *,
+        cu_seqlens: Tensor,
+    ) -> tuple[Tensor, None]:
+        assert initial_state is None and not output_final_state, "training keeps no state"
+        last_x, last_dt, last_b, last_c = (tensor[:, context.piece.last_document :] for tensor in (x, dt, B, C))
+        _, state = original(last_x, last_dt, A, last_b, last_c, output_final_state=True)  # [1, H, N, P]
+        transition = (last_dt * A).sum(1)[..., None, None].to(state.dtype).exp()
+        entering = entering_states(context, state, transition, torch.mul)
+        return original(x, dt, A, B, C, D, entering, cu_seqlens=cu_seqlens)[0], None
+
+    return scan
+
+
 def delta_rule(context: ContextParallel, original: Callable) -> Callable:
     """S_t = T_t S_{t-1} + β_t k_t v_t^T, where T_t depends on keys, gates and β but on neither values nor state.
 

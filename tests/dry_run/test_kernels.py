@@ -76,6 +76,19 @@ def test_a_gated_delta_nets_backward_takes_the_kernels_that_flame_chose(hopper, 
             assert task.kernel.run(*task.args, **task.options).metadata.shared < 227 * 1024
 
 
+def test_mamba2s_scan_takes_flames_kernels(hopper):
+    from flame.dry_run.kernels import planned_kernels
+
+    job = [option.replace("debug/gla.json", "mamba2_340M.json") for option in JOB]
+    try:
+        tasks = planned_kernels(parse_args([*job, "--training.mixed_precision_param", "bfloat16"]), 1)
+    finally:
+        dist.destroy_process_group()
+    names = {task.name for task in tasks}
+    assert {"ssd_forward_kernel", "ssd_backward_kernel", "ssd_gradient_kernel"} - names == set()
+    assert not {name for name in names if name.startswith("chunk_")}
+
+
 @pytest.mark.parametrize("family", ["transformer", "gla", "gated_deltanet"])
 def test_what_is_tuned_does_not_depend_on_how_many_documents_a_row_has(family, hopper):
     from triton.runtime.autotuner import Autotuner, Heuristics

@@ -126,6 +126,12 @@ def make_operators(heads: int, keys: int, values: int, slots: int, width: int, r
             {"x": channels, "dt": channels, "B": states, "C": states, "z": channels},
             {"A": (decay, width, slots), "D": (normal, width), "dt_bias": (normal, width)},
         ),
+        "mamba2": Operator(
+            "fla.layers.mamba2",
+            "ssd",
+            {"x": (normal, heads, values), "dt": (share, heads), "B": (unit, 1, keys), "C": (normal, 1, keys)},
+            {"A": (decay, heads), "D": (normal, heads)},
+        ),
         "convolution": Operator(
             "fla.modules.causal_conv1d",
             "causal_conv1d",

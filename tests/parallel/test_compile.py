@@ -102,6 +102,7 @@ def test_operators_over_documents_stay_outside_wherever_layers_have_them():
         ("fla.layers.attn", "flash_attn_varlen_func"),
         ("fla.layers.mamba", "selective_scan"),
         ("fla.layers.mamba2", "causal_conv1d"),
+        ("fla.layers.mamba2", "ssd"),
         ("fla.modules.causal_conv1d.ops", "causal_conv1d"),
         ("fla.models.rwkv7.modeling_rwkv7", "token_shift"),
     ):
