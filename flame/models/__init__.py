@@ -23,6 +23,7 @@ chunk_bounds      chunks of packed documents, counted on the host
 chunk_gla         gated linear attention in Triton for Hopper GPUs, with ``chunk_gla_kernels``
 swiglu_kernels    SwiGLU in Triton at the memory's bandwidth
 rotary_kernels    rotary embeddings of whole heads likewise
+gated_norm        Mamba-2's norm with its gate as it lies in memory
 tuning            how the candidates of a Triton kernel are compiled and timed
 tuned             the results of it that ship with flame
 without_kernels   FLA's layers on tensors without memory, for plans

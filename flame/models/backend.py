@@ -13,7 +13,7 @@ Eleven sets of replacements, written against flash-linear-attention 0.6:
 - generation: with transformers 5.24 FLA's models lose their cache (flame/models/generation.py).
 - the loss: FLA multiplies float32 matrices for the output projection's gradient (flame/models/linear_cross_entropy.py).
 - SwiGLU, rotary embeddings and the norms' backward: FLA's do not use the memory's bandwidth, or use more than they need
-  (flame/models/swiglu_kernels.py, rotary_kernels.py).
+  (flame/models/swiglu_kernels.py, rotary_kernels.py, gated_norm.py).
 - the backward of short convolutions: FLA keeps its fast kernel for runs of one process (flame/models/conv_backward.py).
 - gated linear attention: on Hopper GPUs FLA's kernels take three times as long (flame/models/chunk_gla.py).
 - chunks of packed documents: FLA counts them on the device and waits for it (flame/models/chunk_bounds.py).
@@ -144,7 +144,11 @@ _ATTENTION_MODULES = (
 
 # Programs of a norm's backward on each multiprocessor. FLA starts one, which takes its rows one after the other and
 # waits for each: a quarter of the memory's bandwidth on an H200.
-NORM_PROGRAMS = {"fla.modules.norm.layernorm": 8, "fla.modules.norm.fused_norm_gate": 4}
+NORM_PROGRAMS = {
+    "fla.modules.norm.layernorm": 8,
+    "fla.modules.norm.layernorm_gated": 8,
+    "fla.modules.norm.fused_norm_gate": 4,
+}
 
 _installed: list[tuple[Any, Any, Any, bool]] = []  # (namespace, name, original, is a dict)
 _attention: list[Attention] = []  # the one in place
@@ -302,6 +306,7 @@ def _install_kernels() -> None:
     from flame.models.chunk_gla import make_chunk_gla
     from flame.models.conv_backward import make_causal_conv1d_bwd
     from flame.models.delta_rule import make_backward, make_forward
+    from flame.models.gated_norm import make_gated_rms_norm
 
     activations, delta_rule = "fla.modules.activations.ops", "fla.ops.gated_delta_rule.chunk"
     wrap_operators(
@@ -313,6 +318,7 @@ def _install_kernels() -> None:
             (activations, "swiglu_fwd", swiglu_kernels.make_swiglu_forward),
             (activations, "swiglu_fwdbwd", swiglu_kernels.make_swiglu_backward),
             ("fla.modules.rotary", "rotary_embedding", rotary_kernels.make_rotary_embedding),
+            ("fla.modules.norm.layernorm_gated", "rmsnorm_fn", make_gated_rms_norm),
             *([("fla.ops.common.chunk_o", "chunk_bwd_dqkwg", make_chunk_bwd_dqkwg)] if needs_chunk_backward() else ()),
         ]
     )

@@ -98,7 +98,9 @@ def make_mamba2_forward(operators: Any) -> Forward:
         x = x.unflatten(-1, (self.num_heads, self.head_dim))
         B, C = (tensor.unflatten(-1, (self.n_groups, self.ssm_state_size)) for tensor in (B, C))
         dtype = compute_dtype(x)
-        dt = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype)).clamp(*self.dt_limit)
+        dt = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype))
+        if tuple(self.dt_limit) != (0.0, float("inf")):  # which any dt keeps to
+            dt = dt.clamp(*self.dt_limit)
         A = -torch.exp(self.A_log.to(dtype))
         D = self.D.view(self.num_heads, -1)
         if state.decodes(hidden_states, cu_seqlens):
