@@ -90,8 +90,9 @@ def ssd_forward_kernel(
                 b_y += tl.load(D + i_h) * b_x
             p_first = ((start + i_t * BT) * H + i_h) * P
             tl.store(y + p_first + p_y, b_y.to(y.dtype.element_ty), mask=m_t[:, None])
-        b_written = (b_x * (b_dt * tl.math.exp2(b_last - b_G))[:, None]).to(b_B.dtype)
-        b_s = tl.dot(tl.trans(b_written), b_B, b_s * tl.math.exp2(b_last))
+        # Not x: of what it has computed, a compiler may get the transposed product wrong.
+        b_written = (b_B * (b_dt * tl.math.exp2(b_last - b_G))[:, None]).to(b_x.dtype)
+        b_s = tl.dot(tl.trans(b_x), b_written, b_s * tl.math.exp2(b_last))
     if s_last is not None:
         tl.store(s_last + p_final, b_s)
 
@@ -141,8 +142,8 @@ def ssd_backward_kernel(
         if D is not None:
             b_dx += tl.load(D + i_h) * b_dy
         tl.store(dx + p_first + p_y, b_dx.to(dx.dtype.element_ty), mask=m_t[:, None])
-        b_read = (b_dy * tl.math.exp2(b_G)[:, None]).to(b_C.dtype)
-        b_ds = tl.dot(tl.trans(b_read), b_C, b_ds * tl.math.exp2(b_last))
+        b_read = (b_C * tl.math.exp2(b_G)[:, None]).to(b_dy.dtype)
+        b_ds = tl.dot(tl.trans(b_dy), b_read, b_ds * tl.math.exp2(b_last))
     if ds_first is not None:
         tl.store(ds_first + p_final, b_ds)
 
