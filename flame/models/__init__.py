@@ -16,6 +16,7 @@ native_recurrence packed documents in transformers' convolutions and recurrences
 state_space       Mamba's and Mamba-2's mixers, on ``selective_scan`` and ``ssd``
 selective_scan    Mamba's scan in Triton, with ``selective_scan_kernels``
 ssd               Mamba-2's scan as linear attention
+columns           splits of a matrix whose gradients lie side by side
 chunk_ssd         Mamba-2's scan in Triton for Hopper GPUs, with ``chunk_ssd_kernels``
 chunk_backward    one backward step that FLA refuses on some GPUs, with ``chunk_backward_kernels``
 conv_backward     which kernel of FLA's computes the backward of short convolutions

@@ -101,7 +101,7 @@ class _ChunkSSD(torch.autograd.Function):
         states, dstates = (x.new_empty(shape) for _ in range(2))
         decays, ddt, *dg = (torch.empty_like(dt) for _ in range(4))
         _run_forward(x, dt, A, B, C, None, chunks, states=states, decays=decays, s_first=initial_state)
-        dx, dB, dC = (each.new_empty(each.shape) for each in (x, B, C))
+        dx, dB, dC = _empty_columns(x, B, C)
         dD = dt.new_empty(shape[:2])
         dinitial = None if initial_state is None else torch.empty_like(initial_state)
         sizes = dict(H=num_heads, G=B.shape[2], P=head_dim, N=B.shape[3], BT=BT)
@@ -110,15 +110,15 @@ class _ChunkSSD(torch.autograd.Function):
         with torch.cuda.device_of(x):
             ssd_backward_kernel[(chunks.num_documents * num_heads,)](
                 B, C, dt, decays, D, dy, dstates, dx, dfinal, dinitial, chunks.cu_seqlens, chunks.offsets, chunks.order,
-                x.shape[1], B.stride(1), C.stride(1), STAGES=STATE_STAGES, num_warps=STATE_WARPS, **sizes,
+                x.shape[1], B.stride(1), C.stride(1), dx.stride(1), STAGES=STATE_STAGES, num_warps=STATE_WARPS, **sizes,
             )  # fmt: skip
             ssd_gradient_kernel[grid](
                 C, B, dy, x, states, None, dt, decays, dC, dg[0], dD, *shared,
-                C.stride(1), B.stride(1), dy.stride(1), x.stride(1), **options,
+                C.stride(1), B.stride(1), dy.stride(1), x.stride(1), dC.stride(1), **options,
             )  # fmt: skip
             ssd_gradient_kernel[grid](
                 B, C, x, dy, dstates, states, dt, decays, dB, dg[1], ddt, *shared,
-                B.stride(1), C.stride(1), x.stride(1), dy.stride(1), **options,
+                B.stride(1), C.stride(1), x.stride(1), dy.stride(1), dB.stride(1), **options,
             )  # fmt: skip
         dg = dg[0] + dg[1]
         dA = (dg * dt).sum((0, 1))
@@ -148,6 +148,13 @@ def _run_forward(
             x.shape[1], x.stride(1), B.stride(1), C.stride(1), H=num_heads, G=B.shape[2], P=head_dim, N=B.shape[3],
             BT=BT, STAGES=STATE_STAGES, num_warps=STATE_WARPS,
         )  # fmt: skip
+
+
+def _empty_columns(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors of these shapes [B, T, H, D], side by side in one matrix (`flame.models.columns`)."""
+    widths = [x.shape[2] * x.shape[3] for x in tensors]
+    columns = tensors[0].new_empty(*tensors[0].shape[:2], sum(widths)).split(widths, dim=-1)
+    return tuple(each.unflatten(-1, x.shape[2:]) for each, x in zip(columns, tensors, strict=True))
 
 
 def _new_states(x: Tensor, B: Tensor, chunks: Chunks) -> Tensor:

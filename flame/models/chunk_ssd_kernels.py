@@ -99,7 +99,8 @@ def ssd_forward_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def ssd_backward_kernel(
-    B, C, dt, decays, D, dy, dstates, dx, ds_last, ds_first, cu_seqlens, chunk_offsets, order, T, stride_B, stride_C,
+    B, C, dt, decays, D, dy, dstates, dx, ds_last, ds_first, cu_seqlens, chunk_offsets, order, T,
+    stride_B, stride_C, stride_dx,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """As `ssd_forward_kernel`, from the last chunk to the first: ``dstates`` at the chunks' ends, and dx.
@@ -141,7 +142,8 @@ def ssd_backward_kernel(
         b_dx = tl.trans(tl.dot(tl.trans(b_dy), b_scores.to(b_dy.dtype), b_dx))
         if D is not None:
             b_dx += tl.load(D + i_h) * b_dy
-        tl.store(dx + p_first + p_y, b_dx.to(dx.dtype.element_ty), mask=m_t[:, None])
+        p_dx = (start + i_t * BT) * stride_dx + i_h * P + r[:, None] * stride_dx + o_p[None, :]
+        tl.store(dx + p_dx, b_dx.to(dx.dtype.element_ty), mask=m_t[:, None])
         b_read = (b_C * tl.math.exp2(b_G)[:, None]).to(b_dy.dtype)
         b_ds = tl.dot(tl.trans(b_dy), b_read, b_ds * tl.math.exp2(b_last))
     if ds_first is not None:
@@ -151,7 +153,7 @@ def ssd_backward_kernel(
 @triton.jit(do_not_specialize=["T"])
 def ssd_gradient_kernel(
     own, other, own_values, other_values, states, starts, dt, decays, d_own, dg, d_rest,
-    cu_seqlens, chunk_indices, T, stride_own, stride_other, stride_own_values, stride_other_values,
+    cu_seqlens, chunk_indices, T, stride_own, stride_other, stride_own_values, stride_other_values, stride_d_own,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The gradient of C or B, and its share of that of the natural log decays, one chunk and group a program.
@@ -215,5 +217,5 @@ def ssd_gradient_kernel(
         b_dg = tl.sum(tl.where(r[:, None] <= r[None, :], b_dG[None, :], 0.0), 1)  # G_t has g_j for all j <= t
         tl.store(dg + p_t, b_dg, mask=m_t)
     b_d = tl.dot(b_sum.to(b_other.dtype), b_other, b_d)
-    p_d = (first * G + i_g) * N + r[:, None] * (G * N) + o_n[None, :]
+    p_d = first * stride_d_own + i_g * N + r[:, None] * stride_d_own + o_n[None, :]
     tl.store(d_own + p_d, b_d.to(d_own.dtype.element_ty), mask=m_t[:, None])

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flame.models.columns import split_columns
 from flame.models.reference.packing import compute_dtype
 from flame.models.reference.selective_scan import selective_scan_step
 from flame.models.ssd import ssd_step
@@ -94,7 +95,7 @@ def make_mamba2_forward(operators: Any) -> Forward:
         sizes = [self.intermediate_size, self.conv_dim, self.num_heads]
         gate, x, dt = self.in_proj(hidden_states).split(sizes, dim=-1)
         x = _convolve(self, x, attention_mask, state, operators.causal_conv1d, cu_seqlens)
-        x, B, C = x.split([self.intermediate_size] + [self.n_groups * self.ssm_state_size] * 2, dim=-1)
+        x, B, C = split_columns(x, [self.intermediate_size] + [self.n_groups * self.ssm_state_size] * 2)
         x = x.unflatten(-1, (self.num_heads, self.head_dim))
         B, C = (tensor.unflatten(-1, (self.n_groups, self.ssm_state_size)) for tensor in (B, C))
         dtype = compute_dtype(x)

@@ -107,11 +107,11 @@ def launches() -> list[tuple]:
     return [
         (ssd_forward_kernel, (x, x, x, g, g, g, None, None, x, None, None, *documents, *rows), passes),
         (ssd_forward_kernel, (x, x, x, g, g, None, x, g, None, None, None, *documents, *rows), passes),
-        (ssd_backward_kernel, (x, x, g, g, g, x, x, x, None, None, *documents, *rows[1:]), passes),
+        (ssd_backward_kernel, (x, x, g, g, g, x, x, x, None, None, *documents, *rows), passes),
         *(
             (
                 ssd_gradient_kernel,
-                (x, x, x, x, x, starts, g, g, x, g, g, bounds, bounds, 65_536, 2304, 2304, 2048, 2304),
+                (x, x, x, x, x, starts, g, g, x, g, g, bounds, bounds, 65_536, 2304, 2304, 2048, 2304, 2304),
                 gradients,
             )
             for starts in (None, x)
