@@ -21,22 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flame.models.chunk_gla_kernels import LOG2E, locate_chunk
-
-
-@triton.jit
-def _locate_document(cu_seqlens, chunk_offsets, order, pid, T, H: tl.constexpr, BT: tl.constexpr):
-    """A program's head, document and head among all, first token, number of tokens, and first chunk."""
-    i_n = tl.load(order + pid // H).to(tl.int32) if order is not None else pid // H
-    i_h = pid % H
-    if cu_seqlens is not None:
-        start = tl.load(cu_seqlens + i_n).to(tl.int64)
-        T = (tl.load(cu_seqlens + i_n + 1).to(tl.int64) - start).to(tl.int32)
-        first_chunk = tl.load(chunk_offsets + i_n).to(tl.int64)
-    else:
-        start = i_n.to(tl.int64) * T
-        first_chunk = i_n.to(tl.int64) * tl.cdiv(T, BT)
-    return i_h, (i_n * H + i_h).to(tl.int64), start, T, first_chunk
+from flame.models.chunk_gla_kernels import LOG2E, locate_chunk, locate_document
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -50,8 +35,11 @@ def ssd_forward_kernel(
     Gives y, or ``states`` at the chunks' starts with ``decays``; the others are None. ``s_first`` and ``s_last``
     [documents, H, N, P], before the first token and after the last, and D may be None.
     """
-    i_h, i_nh, start, T, first_chunk = _locate_document(cu_seqlens, chunk_offsets, order, tl.program_id(0), T, H, BT)
+    pid = tl.program_id(0)
+    i_h = pid % H
     i_g = i_h // (H // G)
+    i_n, start, length, first_chunk = locate_document(cu_seqlens, chunk_offsets, order, pid // H, T, BT)
+    i_nh = i_n * H + i_h
     r = tl.arange(0, BT)
     o_p = tl.arange(0, P)
     o_n = tl.arange(0, N)
@@ -67,9 +55,9 @@ def ssd_forward_kernel(
     b_s = tl.zeros([P, N], dtype=tl.float32)
     if s_first is not None:
         b_s += tl.load(s_first + p_final)
-    for i in tl.range(0, tl.cdiv(T, BT), num_stages=STAGES):
+    for i in tl.range(0, tl.cdiv(length, BT), num_stages=STAGES):
         i_t = tl.cast(i, tl.int64)
-        m_t = r < T - i_t * BT
+        m_t = r < length - i_t * BT
         b_x = tl.load(x + i_t * BT * stride_x + p_x, mask=m_t[:, None], other=0.0)
         b_B = tl.load(B + i_t * BT * stride_B + r[:, None] * stride_B + o_n[None, :], mask=m_t[:, None], other=0.0)
         p_t = (start + i_t * BT) * H + i_h + r * H
@@ -107,8 +95,11 @@ def ssd_backward_kernel(
 
     ``ds_last`` and ``ds_first`` [documents, H, N, P], of the final and initial states, and D may be None.
     """
-    i_h, i_nh, start, T, first_chunk = _locate_document(cu_seqlens, chunk_offsets, order, tl.program_id(0), T, H, BT)
+    pid = tl.program_id(0)
+    i_h = pid % H
     i_g = i_h // (H // G)
+    i_n, start, length, first_chunk = locate_document(cu_seqlens, chunk_offsets, order, pid // H, T, BT)
+    i_nh = i_n * H + i_h
     r = tl.arange(0, BT)
     o_p = tl.arange(0, P)
     o_n = tl.arange(0, N)
@@ -117,14 +108,14 @@ def ssd_backward_kernel(
     p_final = i_nh * (N * P) + o_p[:, None] + o_n[None, :] * P
     B += start * stride_B + i_g * N
     C += start * stride_C + i_g * N
-    num_chunks = tl.cdiv(T, BT)
+    num_chunks = tl.cdiv(length, BT)
 
     b_ds = tl.zeros([P, N], dtype=tl.float32)
     if ds_last is not None:
         b_ds += tl.load(ds_last + p_final)
     for i in tl.range(0, num_chunks, num_stages=STAGES):
         i_t = tl.cast(num_chunks - 1 - i, tl.int64)
-        left = T - i_t * BT
+        left = length - i_t * BT
         m_t = r < left
         b_B = tl.load(B + i_t * BT * stride_B + r[:, None] * stride_B + o_n[None, :], mask=m_t[:, None], other=0.0)
         b_C = tl.load(C + i_t * BT * stride_C + r[:, None] * stride_C + o_n[None, :], mask=m_t[:, None], other=0.0)
