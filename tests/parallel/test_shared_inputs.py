@@ -20,7 +20,7 @@ from flame.models.backend import setup_backend, uninstall
 from flame.models.loss import attach_training_forward
 from flame.parallel.recompute import recompute_blocks
 from flame.parallel.residual_norms import add_residual_gradients
-from flame.parallel.shared_inputs import can_share, share_input_gradients
+from flame.parallel.shared_inputs import can_share, missing_rows, share_input_gradients
 from flame.paths import find_resource
 from tests.parallel.calls import Calls
 
@@ -106,6 +106,47 @@ def test_bfloat16_is_as_near_to_the_truth():
             distances[row] += torch.tensor([(a.double() - b).norm() / b.norm() for a, b in pairs])
     # Ten inputs leave 1.1 to chance; a gradient that is lost or added twice is ten times as far.
     assert (distances[1] <= 1.3 * distances[0]).all()
+
+
+@pytest.mark.parametrize(("width", "dtype", "expected"), [(6, "bfloat16", 2), (8, "bfloat16", 0), (63, "float16", 1)])
+def test_layers_narrow_enough_to_be_padded(width, dtype, expected):
+    assert missing_rows(torch.empty(width, 4, dtype=getattr(torch, dtype))) == expected
+    assert missing_rows(torch.empty(width, 4)) == missing_rows(torch.empty(width + 64, 4).bfloat16()) == 0
+
+
+class Gates(nn.Module):
+    """Two gates of a few heads and a wide layer read one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, 6), nn.Linear(WIDTH, 3, bias=False)
+        self.wide = nn.Linear(WIDTH, 80)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.a(x), self.b(x)
+        assert a.is_contiguous()
+        assert b.is_contiguous()
+        return a.sum(-1) * b.square().sum(-1) + self.wide(x).sum(-1)
+
+
+def test_narrow_layers_give_the_same_numbers():
+    """Half precision sums up to 16 products in float32 here, however many zeros stand beside."""
+    torch.manual_seed(0)
+    plain = Gates().bfloat16()
+    sharing = copy.deepcopy(plain)
+    share_input_gradients([("", sharing)])
+    x = torch.randn(2, 5, WIDTH, dtype=torch.bfloat16)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    outputs = [block(given) for block, given in zip((plain, sharing), inputs, strict=True)]
+    assert torch.equal(*outputs)
+    weights = [list(block.parameters()) for block in (plain, sharing)]
+    found = [
+        torch.autograd.grad(y.float().sum(), [given, *own])
+        for y, given, own in zip(outputs, inputs, weights, strict=True)
+    ]
+    for a, b in zip(*found, strict=True):
+        assert a.shape == b.shape
+        assert (a - b).float().norm() <= 2**-7 * a.float().norm()  # the input's is rounded once less a layer
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
