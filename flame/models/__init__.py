@@ -19,12 +19,13 @@ ssd               Mamba-2's scan as linear attention
 columns           splits of a matrix whose gradients lie side by side
 chunk_ssd         Mamba-2's scan in Triton for Hopper GPUs, with ``chunk_ssd_kernels``
 chunk_backward    one backward step that FLA refuses on some GPUs, with ``chunk_backward_kernels``
-conv_backward     which kernel of FLA's computes the backward of short convolutions
+convolutions      short convolutions by kernels that FLA keeps for one process
 chunk_bounds      chunks of packed documents, counted on the host
 chunk_gla         gated linear attention in Triton for Hopper GPUs, with ``chunk_gla_kernels``
+delta_rule        the gated delta rule in Triton for Hopper GPUs, with ``delta_rule_kernels``
 swiglu_kernels    SwiGLU in Triton at the memory's bandwidth
 rotary_kernels    rotary embeddings of whole heads likewise
-gated_norm        Mamba-2's norm with its gate as it lies in memory
+gated_norm        gated norms at the memory's bandwidth
 tuning            how the candidates of a Triton kernel are compiled and timed
 tuned             the results of it that ship with flame
 without_kernels   FLA's layers on tensors without memory, for plans

@@ -14,7 +14,7 @@ Eleven sets of replacements, written against flash-linear-attention 0.6:
 - the loss: FLA multiplies float32 matrices for the output projection's gradient (flame/models/linear_cross_entropy.py).
 - SwiGLU, rotary embeddings and the norms' backward: FLA's do not use the memory's bandwidth, or use more than they need
   (flame/models/swiglu_kernels.py, rotary_kernels.py, gated_norm.py).
-- the backward of short convolutions: FLA keeps its fast kernel for runs of one process (flame/models/conv_backward.py).
+- short convolutions: FLA keeps its fast kernels for runs of one process (flame/models/convolutions.py).
 - gated linear attention: on Hopper GPUs FLA's kernels take three times as long (flame/models/chunk_gla.py).
 - chunks of packed documents: FLA counts them on the device and waits for it (flame/models/chunk_bounds.py).
 - autotuning: Triton tries the candidates of a kernel one after the other (flame/models/tuning.py), also where it has
@@ -147,7 +147,6 @@ _ATTENTION_MODULES = (
 NORM_PROGRAMS = {
     "fla.modules.norm.layernorm": 8,
     "fla.modules.norm.layernorm_gated": 8,
-    "fla.modules.norm.fused_norm_gate": 4,
 }
 
 _installed: list[tuple[Any, Any, Any, bool]] = []  # (namespace, name, original, is a dict)
@@ -304,21 +303,24 @@ def _install_kernels() -> None:
     from flame.models import rotary_kernels, swiglu_kernels
     from flame.models.chunk_backward_kernels import make_chunk_bwd_dqkwg
     from flame.models.chunk_gla import make_chunk_gla
-    from flame.models.conv_backward import make_causal_conv1d_bwd
+    from flame.models.convolutions import make_causal_conv1d_bwd, make_causal_conv1d_fwd
     from flame.models.delta_rule import make_backward, make_forward
-    from flame.models.gated_norm import make_gated_rms_norm
+    from flame.models.gated_norm import make_gated_rms_norm, make_layer_norm_gated_bwd
 
-    activations, delta_rule = "fla.modules.activations.ops", "fla.ops.gated_delta_rule.chunk"
+    activations, convolution = "fla.modules.activations.ops", "fla.modules.causal_conv1d.ops"
+    delta_rule = "fla.ops.gated_delta_rule.chunk"
     wrap_operators(
         [
             ("fla.ops.gla", "chunk_gla", make_chunk_gla),
-            ("fla.modules.causal_conv1d.ops", "causal_conv1d_bwd", make_causal_conv1d_bwd),
+            (convolution, "causal_conv1d_fwd", make_causal_conv1d_fwd),
+            (convolution, "causal_conv1d_bwd", make_causal_conv1d_bwd),
             (delta_rule, "chunk_gated_delta_rule_fwd", make_forward),
             (delta_rule, "chunk_gated_delta_rule_bwd", make_backward),
             (activations, "swiglu_fwd", swiglu_kernels.make_swiglu_forward),
             (activations, "swiglu_fwdbwd", swiglu_kernels.make_swiglu_backward),
             ("fla.modules.rotary", "rotary_embedding", rotary_kernels.make_rotary_embedding),
             ("fla.modules.norm.layernorm_gated", "rmsnorm_fn", make_gated_rms_norm),
+            ("fla.modules.norm.fused_norm_gate", "layer_norm_gated_bwd", make_layer_norm_gated_bwd),
             *([("fla.ops.common.chunk_o", "chunk_bwd_dqkwg", make_chunk_bwd_dqkwg)] if needs_chunk_backward() else ()),
         ]
     )

@@ -77,12 +77,14 @@ def _chunk_bwd_dqkwg(
     dq, dk = q.new_empty(shape), k.new_empty(shape)
     dw = None if w is None else w.new_empty(shape)
     dg = g.new_empty(num_tiles, *g.shape, dtype=torch.float32)
+    # Three blocks of float32 states beside those of dv exceed a multiprocessor's shared memory.
+    stages = STAGES if w is None or h.dtype == q.dtype else STAGES - 1
     with torch.cuda.device_of(q):
         chunk_gradient_kernel[(num_chunks * num_v_heads * num_tiles,)](
             q, k, v, do, h, dh, None if w is None else dv.contiguous(), g, dq, dk, dw, dg, cu_seqlens, chunk_indices,
             scale, num_tokens, batch_size * num_tokens, H=num_heads,
             HV=num_v_heads, K=key_dim, V=value_dim, BT=chunk_size, BK=tile_keys, BV=tile_values,
-            STATE_V_FIRST=state_v_first, STAGES=STAGES, num_warps=num_warps,
+            STATE_V_FIRST=state_v_first, STAGES=stages, num_warps=num_warps,
         )  # fmt: skip
     if num_heads != num_v_heads:
         dq, dk = (x.unflatten(2, (num_heads, -1)).sum(3) for x in (dq, dk))

@@ -4,7 +4,8 @@ A block's query, key, value and gate projections read one input; so do the two u
 computes an input gradient for each layer and adds them with kernels of their own, which only move memory. Here the
 layers form a chain: each returns its output, and its input once more for the next layer to read. In the backward pass a
 layer so receives the input gradient of the layers after it, and its matrix product adds to that (``addmm`` with beta
-= 1). Outputs are the same bit for bit; input gradients are rounded once less for each layer.
+= 1). Outputs are the same bit for bit, those of narrow layers (`missing_rows`) up to the order of their sums; input
+gradients are rounded once less for each layer.
 """
 
 from __future__ import annotations
