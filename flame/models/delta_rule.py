@@ -151,7 +151,8 @@ def _covers(cu_seqlens: Tensor | None, q: Tensor) -> bool:
     if cu_seqlens is None:
         return True
     known = host_copy(cu_seqlens)
-    return known is not None and len(q) == 1 and int(known.values[-1]) == q.shape[1]
+    values = cu_seqlens if known is None else known.values
+    return values.is_cpu and len(q) == 1 and int(values[-1]) == q.shape[1]
 
 
 def _states_shape(q: Tensor, v: Tensor, count: int, state_v_first: bool) -> tuple[int, ...]:

@@ -76,6 +76,25 @@ def test_a_gated_delta_nets_backward_takes_the_kernels_that_flame_chose(hopper, 
             assert task.kernel.run(*task.args, **task.options).metadata.shared < 227 * 1024
 
 
+def test_wide_heads_of_gated_delta_nets_take_flames_kernels(hopper):
+    """Matrices that come as descriptors are planned and compiled as others."""
+    from flame.dry_run.kernels import planned_kernels
+
+    job = [option.replace("debug/gla.json", "gated_deltanet_340M.json") for option in JOB]
+    try:
+        tasks = planned_kernels(parse_args([*job, "--training.mixed_precision_param", "bfloat16"]), 1)
+    finally:
+        dist.destroy_process_group()
+    own = {"delta_prepare_kernel", "delta_state_kernel", "delta_state_gradient_kernel", "delta_gradient_kernel"}
+    names = [task.name for task in tasks]
+    assert own - set(names) == set()
+    assert names.count("delta_state_kernel") == 2  # for the outputs, and for the states
+    assert not {name for name in names if name.startswith("chunk_gated_delta_rule") and "kkt" not in name}
+    for task in tasks:
+        if task.name in own:
+            assert task.kernel.run(*task.args, **task.options).metadata.shared <= 227 * 1024
+
+
 def test_mamba2s_scan_takes_flames_kernels(hopper):
     from flame.dry_run.kernels import planned_kernels
 
