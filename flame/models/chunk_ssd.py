@@ -21,7 +21,7 @@ from flame.models.chunk_ssd_kernels import ssd_backward_kernel, ssd_forward_kern
 HEAD_DIM = 64
 STATE_SIZES = (64, 128)  # a state [P, N] stays in the registers of a program
 STATE_WARPS, STATE_STAGES = 4, 2
-GRADIENT_WARPS, GRADIENT_STAGES = 8, 2
+GRADIENT_WARPS, GRADIENT_STAGES = 8, 3
 
 
 def make_chunk_ssd(original: Callable) -> Callable:

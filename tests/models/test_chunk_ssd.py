@@ -91,9 +91,11 @@ def test_interpreted_they_give_the_recurrence_and_its_gradients():
 
 
 def test_they_fit_a_hopper_gpu(hopper):
-    """Two blocks or more in the shared memory of a multiprocessor, 228 KiB."""
-    compiled = [kernel.run(*args, grid=(1,), warmup=True, **options) for kernel, args, options in launches()]
-    assert max(each.metadata.shared for each in compiled) <= 113 * 1024  # each takes 1 KiB besides
+    """A multiprocessor has 228 KiB of shared memory, of which a program takes 1 KiB besides."""
+    for kernel, args, options in launches():
+        shared = kernel.run(*args, grid=(1,), warmup=True, **options).metadata.shared
+        at_once = 1 if kernel is ssd_gradient_kernel else 2
+        assert at_once * (shared + 1024) <= 228 * 1024
 
 
 def launches() -> list[tuple]:
