@@ -23,6 +23,8 @@ from flame.parallel.recompute_norms import NormOutput, NormOutputs
 
 ALIGNMENT = 16  # bytes
 WIDE = 64  # outputs
+# FLA's layers that compute two gates, the writing strength of each head and then its decay, always from one input.
+GATES = dict.fromkeys(("GatedDeltaNet", "GatedDeltaProduct", "Comba"), ("b_proj", "a_proj"))
 
 
 def can_share(block: nn.Module) -> bool:
@@ -42,7 +44,7 @@ def share_input_gradients(blocks: Iterable[tuple[str, nn.Module]], *, recompute_
             blocks must not checkpoint parts of themselves then.
     """
     for _, block in blocks:
-        inputs = _BlockInputs(NormOutputs(block) if recompute_norms else None)
+        inputs = _BlockInputs(NormOutputs(block) if recompute_norms else None, find_gates(block))
         for linear in find_linears(block):
             linear.forward = partial(inputs.linear_forward, linear)
         block.forward = update_wrapper(partial(inputs.block_forward, block.forward), block.forward)
@@ -53,15 +55,29 @@ def find_linears(block: nn.Module) -> list[nn.Module]:
     return [module for module in block.modules() if type(module) is nn.Linear and "forward" not in vars(module)]
 
 
+def find_gates(block: nn.Module) -> dict[nn.Linear, nn.Linear]:
+    """The first gate to the second of each module that has two (`GATES`): a few outputs each, no bias."""
+    linears, pairs = set(find_linears(block)), {}
+    for module in block.modules():
+        gates = [getattr(module, name, None) for name in GATES.get(type(module).__name__, ())]
+        if not gates or not linears.issuperset(gates):
+            continue
+        if all(len(gate.weight) < WIDE and gate.bias is None for gate in gates):
+            pairs[gates[0]] = gates[1]
+    return pairs
+
+
 class _BlockInputs:
     """The inputs of a block's linear layers, while the block runs.
 
     Args:
         norms: the norms whose outputs are computed again; None when all outputs are kept.
+        gates: layers to those that the same product computes, see ``find_gates``.
     """
 
-    def __init__(self, norms: NormOutputs | None):
-        self._norms = norms
+    def __init__(self, norms: NormOutputs | None, gates: dict[nn.Linear, nn.Linear]):
+        self._norms, self._gates = norms, gates
+        self._ready: dict[nn.Linear, tuple[Tensor, int, Tensor]] = {}  # input, its version and output of a second gate
         self._inputs: dict[int, _SharedInput] | None = None  # by the tensor's id; None while the block does not run
 
     def block_forward(self, forward: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -69,12 +85,14 @@ class _BlockInputs:
         if self._inputs is not None or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         self._inputs = {}
+        self._ready.clear()
         if self._norms is not None:
             self._norms.begin()
         try:
             return forward(*args, **kwargs)
         finally:
             self._inputs = None
+            self._ready.clear()
             if self._norms is not None:
                 self._norms.end()
 
@@ -83,15 +101,28 @@ class _BlockInputs:
         x, weight, bias = input, linear.weight, linear.bias
         if not (torch.is_grad_enabled() and x.requires_grad) or _needs_torch(x, weight):
             return F.linear(x, weight, bias)
-        shared = self._find(x)
-        width, num_missing = len(weight), missing_rows(weight)
+        ready_for, version, y = self._ready.pop(linear, (None, None, None))
+        if ready_for is x and version == x._version:
+            return y
+        second = self._gates.get(linear) if is_half(weight) else None
+        weights = [weight] if second is None else [weight, second.weight]
+        y, *others = self._multiply(x, weights, bias)
+        if second is not None:
+            self._ready[second] = x, x._version, others[0]
+        return y
+
+    def _multiply(self, x: Tensor, weights: list[Tensor], bias: Tensor | None) -> list[Tensor]:
+        """Outputs [..., O] of layers that read x, by one product; only a single one may have a bias."""
+        shared, widths = self._find(x), [len(weight) for weight in weights]
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        num_missing = missing_rows(weight)
         if num_missing:
             weight = F.pad(weight, (0, 0, 0, num_missing))
             bias = None if bias is None else F.pad(bias, (0, num_missing))
         y, shared.next = _Linear.apply(shared.next, weight, bias, shared.norm_output, shared.is_read)
         shared.is_read = True
-        y = y[:, :width].contiguous() if num_missing else y
-        return y.view(*x.shape[:-1], width)
+        parts = [y] if widths == [len(weight)] else y.split([*widths, num_missing] if num_missing else widths, dim=1)
+        return [part.contiguous().view(*x.shape[:-1], width) for part, width in zip(parts, widths, strict=False)]
 
     def _find(self, x: Tensor) -> _SharedInput:
         if self._inputs is None:  # outside of the block's forward, such as in a checkpoint's second run of a part
@@ -109,9 +140,14 @@ def missing_rows(weight: Tensor) -> int:
     cuBLAS has slow kernels only for others: for 6 outputs of 2,048 channels on an H200, one for each head as gates have
     them, 0.34 ms instead of the 0.06 that reading the input takes. A wide layer's outputs would cost more to copy.
     """
-    if weight.dtype not in (torch.float16, torch.bfloat16) or len(weight) >= WIDE:
+    if not is_half(weight) or len(weight) >= WIDE:
         return 0
     return -len(weight) % (ALIGNMENT // weight.itemsize)
+
+
+def is_half(weight: Tensor) -> bool:
+    """Whether products are in half precision."""
+    return weight.dtype in (torch.float16, torch.bfloat16)
 
 
 def _needs_torch(x: Tensor, weight: Tensor) -> bool:

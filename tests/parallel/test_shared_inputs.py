@@ -20,7 +20,7 @@ from flame.models.backend import setup_backend, uninstall
 from flame.models.loss import attach_training_forward
 from flame.parallel.recompute import recompute_blocks
 from flame.parallel.residual_norms import add_residual_gradients
-from flame.parallel.shared_inputs import can_share, missing_rows, share_input_gradients
+from flame.parallel.shared_inputs import GATES, can_share, find_gates, missing_rows, share_input_gradients
 from flame.paths import find_resource
 from tests.parallel.calls import Calls
 
@@ -114,39 +114,89 @@ def test_layers_narrow_enough_to_be_padded(width, dtype, expected):
     assert missing_rows(torch.empty(width, 4)) == missing_rows(torch.empty(width + 64, 4).bfloat16()) == 0
 
 
+@pytest.fixture
+def gates(monkeypatch):
+    """The test's own blocks have gates like FLA's layers."""
+    for block in (Gates, Apart):
+        monkeypatch.setitem(GATES, block.__name__, ("b_proj", "a_proj"))
+
+
 class Gates(nn.Module):
-    """Two gates of a few heads and a wide layer read one tensor."""
+    """Gates of a few heads, one of them with a bias, and a wide layer read one tensor."""
 
     def __init__(self):
         super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, 6), nn.Linear(WIDTH, 3, bias=False)
-        self.wide = nn.Linear(WIDTH, 80)
+        self.b_proj, self.a_proj = nn.Linear(WIDTH, 6, bias=False), nn.Linear(WIDTH, 3, bias=False)
+        self.gate, self.wide = nn.Linear(WIDTH, 5), nn.Linear(WIDTH, 80)
 
     def forward(self, x: Tensor) -> Tensor:
-        a, b = self.a(x), self.b(x)
-        assert a.is_contiguous()
-        assert b.is_contiguous()
-        return a.sum(-1) * b.square().sum(-1) + self.wide(x).sum(-1)
+        b, gate, a = self.b_proj(x), self.gate(x), self.a_proj(x)
+        assert all(each.is_contiguous() for each in (a, b, gate))
+        return a.sum(-1) * b.square().sum(-1) + self.wide(x).sum(-1) * gate.sum(-1)
 
 
-def test_narrow_layers_give_the_same_numbers():
-    """Half precision sums up to 16 products in float32 here, however many zeros stand beside."""
+def differentiate(block: nn.Module, x: Tensor) -> list[Tensor]:
+    """The output, and gradients of the input and the weights."""
+    x = x.clone().requires_grad_()
+    y = block(x)
+    return [y, *torch.autograd.grad(y.float().square().sum(), [x, *block.parameters()], allow_unused=True)]
+
+
+def test_narrow_layers_give_the_same_numbers(gates):
+    """Half precision sums up to 16 products in float32 here, however many zeros and rows stand beside."""
     torch.manual_seed(0)
     plain = Gates().bfloat16()
     sharing = copy.deepcopy(plain)
     share_input_gradients([("", sharing)])
     x = torch.randn(2, 5, WIDTH, dtype=torch.bfloat16)
-    inputs = [x.clone().requires_grad_() for _ in range(2)]
-    outputs = [block(given) for block, given in zip((plain, sharing), inputs, strict=True)]
-    assert torch.equal(*outputs)
-    weights = [list(block.parameters()) for block in (plain, sharing)]
-    found = [
-        torch.autograd.grad(y.float().sum(), [given, *own])
-        for y, given, own in zip(outputs, inputs, weights, strict=True)
-    ]
-    for a, b in zip(*found, strict=True):
+    (y, *gradients), (right_y, *right) = differentiate(sharing, x), differentiate(plain, x)
+    assert torch.equal(y, right_y)
+    for a, b in zip(gradients, right, strict=True):
         assert a.shape == b.shape
-        assert (a - b).float().norm() <= 2**-7 * a.float().norm()  # the input's is rounded once less a layer
+        assert (a - b).float().norm() <= 2**-7 * b.float().norm()  # the input's is rounded once less a layer
+
+
+@pytest.mark.parametrize(("dtype", "num_products"), [(torch.bfloat16, 3), (torch.float32, 4)])
+def test_two_gates_are_one_product_in_half_precision(gates, dtype, num_products):
+    block = Gates().to(dtype)
+    share_input_gradients([("", block)])
+    with Calls() as calls:
+        block(torch.randn(7, WIDTH, dtype=dtype).requires_grad_())
+    assert sum(name in ("aten::mm", "aten::addmm") for name in calls.names) == num_products
+
+
+def test_flas_gates_are_found():
+    path = find_resource("configs/debug/gated_deltanet.json")
+    setup_backend("reference", "cpu")
+    try:
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(path.read_text())))
+        mixer = model.model.layers[0].attn
+        assert find_gates(model.model.layers[0]) == {mixer.b_proj: mixer.a_proj}
+    finally:
+        uninstall()
+
+
+class Apart(Gates):
+    """The second gate reads something else, or computes alone, or both within a checkpoint of their own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x * 2
+        y = self.b_proj(h).sum(-1) * self.a_proj(x).sum(-1)
+        y = y + self.a_proj(h).sum(-1) + self.b_proj(h).sum(-1)
+        return y + self.a_proj(x).sum(-1) + checkpoint(self.both, x, use_reentrant=False)
+
+    def both(self, x: Tensor) -> Tensor:
+        return self.b_proj(x).sum(-1) * self.a_proj(x).sum(-1)
+
+
+def test_gates_that_do_not_come_in_pairs(gates):
+    torch.manual_seed(0)
+    plain = Apart().bfloat16()
+    sharing = copy.deepcopy(plain)
+    share_input_gradients([("", sharing)])
+    x = torch.randn(4, WIDTH, dtype=torch.bfloat16)
+    for found, right in zip(differentiate(sharing, x)[:4], differentiate(plain, x)[:4], strict=True):
+        assert (found - right).float().norm() <= 2**-6 * right.float().norm()
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
