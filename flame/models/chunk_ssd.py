@@ -39,7 +39,12 @@ def make_chunk_ssd(original: Callable) -> Callable:
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """As `flame.models.ssd.ssd`."""
-        is_refused = (cu_seqlens is not None and len(x) != 1) or (D is not None and D.numel() != x.shape[2])
+        num_documents = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
+        is_refused = (
+            (cu_seqlens is not None and len(x) != 1)
+            or (D is not None and D.numel() != x.shape[2])
+            or (initial_state is not None and len(initial_state) != num_documents)
+        )
         if is_refused or not takes(x, dt, A, B, C):
             return original(x, dt, A, B, C, D, initial_state, output_final_state, cu_seqlens)
         chunks = Chunks.of(x, cu_seqlens)
@@ -54,15 +59,21 @@ def make_chunk_ssd(original: Callable) -> Callable:
 def takes(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> bool:
     """Whether the kernels do: bfloat16 heads of known widths, on the kind of GPU that they were written for."""
     is_bfloat16 = all(each.dtype == torch.bfloat16 for each in (x, B, C))
-    is_known = x.shape[-1] == HEAD_DIM and B.shape[-1] in STATE_SIZES and B.shape == C.shape
+    are_groups = B.shape == C.shape and x.shape[2] % B.shape[2] == 0
+    is_known = x.shape[-1] == HEAD_DIM and B.shape[-1] in STATE_SIZES and are_groups
     return is_bfloat16 and dt.dtype == A.dtype == torch.float32 and is_known and is_on_hopper(x)
 
 
 def _with_even_rows(x: Tensor) -> Tensor:
     """x [B, T, H, D] with rows [H, D] that are each contiguous and all as far apart, such as columns of a matrix."""
     stride = x.stride()
-    is_even = stride[3] == 1 and stride[2] == x.shape[3] and (len(x) == 1 or stride[0] == x.shape[1] * stride[1])
+    is_even = stride[3] == 1 and stride[2] == x.shape[3] and (len(x) == 1 or stride[0] == x.shape[1] * _row_stride(x))
     return x if is_even else x.contiguous()
+
+
+def _row_stride(x: Tensor) -> int:
+    """How far apart rows of x [B, T, H, D] are: a dimension of one element may have any stride."""
+    return x.stride(0) if x.shape[1] == 1 else x.stride(1)
 
 
 class _ChunkSSD(torch.autograd.Function):
@@ -110,15 +121,15 @@ class _ChunkSSD(torch.autograd.Function):
         with torch.cuda.device_of(x):
             ssd_backward_kernel[(chunks.num_documents * num_heads,)](
                 B, C, dt, decays, D, dy, dstates, dx, dfinal, dinitial, chunks.cu_seqlens, chunks.offsets, chunks.order,
-                x.shape[1], B.stride(1), C.stride(1), dx.stride(1), STAGES=STATE_STAGES, num_warps=STATE_WARPS, **sizes,
+                x.shape[1], *map(_row_stride, (B, C, dx)), STAGES=STATE_STAGES, num_warps=STATE_WARPS, **sizes,
             )  # fmt: skip
             ssd_gradient_kernel[grid](
                 C, B, dy, x, states, None, dt, decays, dC, dg[0], dD, *shared,
-                C.stride(1), B.stride(1), dy.stride(1), x.stride(1), dC.stride(1), **options,
+                *map(_row_stride, (C, B, dy, x, dC)), **options,
             )  # fmt: skip
             ssd_gradient_kernel[grid](
                 B, C, x, dy, dstates, states, dt, decays, dB, dg[1], ddt, *shared,
-                B.stride(1), C.stride(1), x.stride(1), dy.stride(1), dB.stride(1), **options,
+                *map(_row_stride, (B, C, x, dy, dB)), **options,
             )  # fmt: skip
         dg = dg[0] + dg[1]
         dA = (dg * dt).sum((0, 1))
@@ -145,8 +156,8 @@ def _run_forward(
     with torch.cuda.device_of(x):
         ssd_forward_kernel[(chunks.num_documents * num_heads,)](
             x, B, C, dt, A, D, states, decays, y, s_first, s_last, chunks.cu_seqlens, chunks.offsets, chunks.order,
-            x.shape[1], x.stride(1), B.stride(1), C.stride(1), H=num_heads, G=B.shape[2], P=head_dim, N=B.shape[3],
-            BT=BT, STAGES=STATE_STAGES, num_warps=STATE_WARPS,
+            x.shape[1], *map(_row_stride, (x, B, C)), H=num_heads, G=B.shape[2], P=head_dim, N=B.shape[3], BT=BT,
+            STAGES=STATE_STAGES, num_warps=STATE_WARPS,
         )  # fmt: skip
 
 

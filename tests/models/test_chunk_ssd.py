@@ -58,21 +58,23 @@ def errors(function, given: dict, **options) -> dict[str, float]:
 
 
 def check_interpreted() -> None:
-    """Short and long documents, lengths that chunks do not divide, several rows, initial and final states, one group
-    and several, with skips and without, and decays by which little outlasts a chunk, or a token."""
+    """Short and long documents, lengths that chunks do not divide, several rows, also of one token, initial and final
+    states, one group and several, with skips and without, and decays by which little outlasts a chunk, or a token."""
     from flame.models.backend import import_fla
 
     import_fla()
     chunk_ssd.takes = lambda *_: True
     ours = chunk_ssd.make_chunk_ssd(None)
     torch.manual_seed(0)
-    for strength, bounds, batch, num_groups, state_size, with_states in (
+    for strength, documents, batch, num_groups, state_size, with_states in (
         (0.1, [0, 100, 137], 1, 1, 128, False),
         (1.0, [0, 5, 70], 1, 2, 64, True),
         (100.0, [0, 64, 134], 1, 4, 64, True),
-        (0.1, None, 2, 1, 64, True),
+        (0.1, 70, 2, 1, 64, True),
+        (1.0, 1, 3, 2, 64, True),
     ):
-        given = inputs(bounds[-1] if bounds else 70, num_groups, state_size, batch)
+        bounds = documents if isinstance(documents, list) else None
+        given = inputs(bounds[-1] if bounds else documents, num_groups, state_size, batch)
         given["A"] = given["A"] * strength
         if num_groups == 4:
             del given["D"]
@@ -128,15 +130,17 @@ def launches() -> list[tuple]:
         ({"x": lambda x: x[..., :32]}, "narrow heads"),
         ({"B": lambda x: x[..., :32], "C": lambda x: x[..., :32]}, "small states"),
         ({"D": lambda x: x[:, None].expand(-1, HEAD_DIM)}, "skips of channels"),
+        ({name: lambda x: x[:, :, [0, 1, 1]] for name in ("B", "C")}, "groups that do not divide the heads"),
+        ({"initial_state": lambda _: torch.empty(2, NUM_HEADS, 128, HEAD_DIM)}, "states of other documents"),
     ],
 )
 def test_what_the_kernels_do_not_take_is_left_to_fla(change, of):
     calls = []
     scan = chunk_ssd.make_chunk_ssd(lambda *args: calls.append(args))
     given = inputs(8, device="meta", dtype=torch.bfloat16)
-    changed = given | {name: function(given[name]) for name, function in change.items()}
+    changed = given | {name: function(given.get(name)) for name, function in change.items()}
     scan(**changed, output_final_state=True)
-    assert calls[0][6:] == (None, True, None), of
+    assert calls[0][6:] == (changed.get("initial_state"), True, None), of
 
 
 def test_planned_for_a_hopper_gpu_they_keep_nothing_but_their_inputs(monkeypatch):
