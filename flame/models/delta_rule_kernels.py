@@ -18,9 +18,9 @@ States are held as [V, K], so that they are the left operand of every product an
 halves of the keys' channels take fewer registers than one whole. Matrices come as TMA descriptors, which also takes the
 addresses out of the registers: rows past a document's end are then those of the next one, whose products with the
 masked operand are zero, and rows past the last are zeros. Only NaN times zero is NaN: from the queries and keys of a
-document it gets into the gradients of the one before, as it gets into those of all weights. Pointers are to contiguous tensors: q, k, w [B, T, H, K],
-u, o, do [B, T, H, V], G, beta [B, T, H], A [B, T, H, BT], decay [chunks, H], states [chunks, H, K, V], or [..., V, K]
-with ``STATE_V_FIRST``.
+document it gets into the gradients of the one before, as it gets into those of all weights. Pointers are to contiguous
+tensors: q, k, w [B, T, H, K], u, o, do [B, T, H, V], G, beta [B, T, H], A [B, T, H, BT], decay [chunks, H], states
+[chunks, H, K, V], or [..., V, K] with ``STATE_V_FIRST``.
 """
 
 from __future__ import annotations
