@@ -15,7 +15,8 @@ Eleven sets of replacements, written against flash-linear-attention 0.6:
 - SwiGLU, rotary embeddings and the norms' backward: FLA's do not use the memory's bandwidth, or use more than they need
   (flame/models/swiglu_kernels.py, rotary_kernels.py, gated_norm.py).
 - short convolutions: FLA keeps its fast kernels for runs of one process (flame/models/convolutions.py).
-- gated linear attention: on Hopper GPUs FLA's kernels take three times as long (flame/models/chunk_gla.py).
+- gated linear attention and the gated delta rule: on Hopper GPUs FLA's kernels take three times and twice as long
+  (flame/models/chunk_gla.py, delta_rule.py).
 - chunks of packed documents: FLA counts them on the device and waits for it (flame/models/chunk_bounds.py).
 - autotuning: Triton tries the candidates of a kernel one after the other (flame/models/tuning.py), also where it has
   been found out before which is the fastest (flame/models/tuned.py).
@@ -144,10 +145,8 @@ _ATTENTION_MODULES = (
 
 # Programs of a norm's backward on each multiprocessor. FLA starts one, which takes its rows one after the other and
 # waits for each: a quarter of the memory's bandwidth on an H200.
-NORM_PROGRAMS = {
-    "fla.modules.norm.layernorm": 8,
-    "fla.modules.norm.layernorm_gated": 8,
-}
+NORM_PROGRAMS = 8
+_NORM_MODULES = ("fla.modules.norm.layernorm", "fla.modules.norm.layernorm_gated")
 
 _installed: list[tuple[Any, Any, Any, bool]] = []  # (namespace, name, original, is a dict)
 _attention: list[Attention] = []  # the one in place
@@ -304,18 +303,17 @@ def _install_kernels() -> None:
     from flame.models.chunk_backward_kernels import make_chunk_bwd_dqkwg
     from flame.models.chunk_gla import make_chunk_gla
     from flame.models.convolutions import make_causal_conv1d_bwd, make_causal_conv1d_fwd
-    from flame.models.delta_rule import make_backward, make_forward
+    from flame.models.delta_rule import RULE, make_chunk_gated_delta_rule_bwd, make_chunk_gated_delta_rule_fwd
     from flame.models.gated_norm import make_gated_rms_norm, make_layer_norm_gated_bwd
 
     activations, convolution = "fla.modules.activations.ops", "fla.modules.causal_conv1d.ops"
-    delta_rule = "fla.ops.gated_delta_rule.chunk"
     wrap_operators(
         [
             ("fla.ops.gla", "chunk_gla", make_chunk_gla),
             (convolution, "causal_conv1d_fwd", make_causal_conv1d_fwd),
             (convolution, "causal_conv1d_bwd", make_causal_conv1d_bwd),
-            (delta_rule, "chunk_gated_delta_rule_fwd", make_forward),
-            (delta_rule, "chunk_gated_delta_rule_bwd", make_backward),
+            (RULE, "chunk_gated_delta_rule_fwd", make_chunk_gated_delta_rule_fwd),
+            (RULE, "chunk_gated_delta_rule_bwd", make_chunk_gated_delta_rule_bwd),
             (activations, "swiglu_fwd", swiglu_kernels.make_swiglu_forward),
             (activations, "swiglu_fwdbwd", swiglu_kernels.make_swiglu_backward),
             ("fla.modules.rotary", "rotary_embedding", rotary_kernels.make_rotary_embedding),
@@ -325,9 +323,9 @@ def _install_kernels() -> None:
         ]
     )
     count = find_operator("fla.modules.norm.layernorm", "get_multiprocessor_count")
-    for name, num_programs in NORM_PROGRAMS.items():
+    for name in _NORM_MODULES:
         norms = importlib.import_module(name)
-        _replace(norms, "get_multiprocessor_count", lambda device=0, times=num_programs: times * count(device))
+        _replace(norms, "get_multiprocessor_count", lambda device=0: NORM_PROGRAMS * count(device))
 
 
 def needs_chunk_backward() -> bool:

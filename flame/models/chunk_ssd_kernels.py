@@ -10,10 +10,9 @@ its end, a chunk computes
 The gradients have the same form backwards. Heads that follow each other share a group of B and C, so products of B and
 C alone, and sums over heads, are taken once a group.
 
-Pointers: x, y [B, T, H, P] and B, C [B, T, G, N], rows [H, P] and [G, N] contiguous and, of
-some, a ``stride`` apart;
-dt and decays (G) float32 [B, T, H]; A and D float32 [H]; states [chunks, H, P, N]. Packed documents come
-as in `flame/models/chunk_gla_kernels.py`.
+Pointers: x, y [B, T, H, P] and B, C [B, T, G, N], rows [H, P] and [G, N] contiguous and, of some, a ``stride`` apart;
+dt and decays (G) float32 [B, T, H]; A and D float32 [H]; states [chunks, H, P, N]. Packed documents come as in
+`flame/models/chunk_gla_kernels.py`.
 """
 
 from __future__ import annotations

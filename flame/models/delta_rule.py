@@ -4,7 +4,9 @@ What follows on w and u takes FLA 7.0 ms for a layer of gated_deltanet_1B forwar
 3.7 ms. FLA's forward writes the states of all chunks, 1.6 GB, and reads them for the outputs; here the pass over the
 states computes the outputs. The backward computes the states again, as FLA's does. FLA goes on to normalise keys, to
 add up gates, to compute w and u and the gradients of q and k within chunks. These kernels take bfloat16 heads of 128 or
-256 key channels; others, and pieces of a row (context parallelism), go to FLA's.
+256 key channels and a multiple of 128 value channels; others, and pieces of a row (context parallelism), go to FLA's.
+
+FLA calls them with contiguous tensors: its autograd function sees to that.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flame.host_copy import host_copy
 from flame.models.backend import find_operator
-from flame.models.chunk_gla import Chunks, is_on_hopper
+from flame.models.chunk_gla import BT, Chunks, is_on_hopper
 from flame.models.delta_rule_kernels import (
     delta_gradient_kernel,
     delta_prepare_kernel,
@@ -26,7 +28,6 @@ from flame.models.delta_rule_kernels import (
     delta_state_kernel,
 )
 
-BT = 64  # tokens of a chunk
 KEY_DIMS = (128, 256)
 # The fastest on an H200: channels of the values that a program holds, its warps, and the blocks loaded ahead.
 STATES = {"BV": 64, "num_warps": 4, "STAGES": 3}
@@ -38,7 +39,7 @@ WIDE = 256  # channels of keys of which no third matrix can be loaded ahead
 RULE = "fla.ops.gated_delta_rule.chunk"
 
 
-def make_forward(original: Callable) -> Callable:
+def make_chunk_gated_delta_rule_fwd(original: Callable) -> Callable:
     """FLA's `chunk_gated_delta_rule_fwd`, which goes on where the kernels do not take the inputs."""
 
     def chunk_gated_delta_rule_fwd(
@@ -78,7 +79,7 @@ def make_forward(original: Callable) -> Callable:
     return chunk_gated_delta_rule_fwd
 
 
-def make_backward(original: Callable) -> Callable:
+def make_chunk_gated_delta_rule_bwd(original: Callable) -> Callable:
     """FLA's `chunk_gated_delta_rule_bwd`, which goes on where the kernels do not take the inputs."""
 
     def chunk_gated_delta_rule_bwd(
@@ -99,6 +100,9 @@ def make_backward(original: Callable) -> Callable:
             q, k, v, beta: as the forward's; g: the decays that it gave; A: M.
             do: [B, T, H, V]; dht: of the final states.
             options: FLA's further arguments, by name.
+
+        Returns:
+            Of each its shape; None for the initial states, A_log and dt_bias where there are none.
         """
         if not takes(q, k, v, options):
             return original(q=q, k=k, v=v, g=g, beta=beta, A=A, do=do, dht=dht, **options)
@@ -120,12 +124,8 @@ def make_backward(original: Callable) -> Callable:
             **states, **packed,
         )  # fmt: skip
         dv, db = torch.empty_like(v), torch.empty_like(beta)
-        num_heads, key_dim = q.shape[2:]
         with torch.cuda.device_of(q):
-            delta_gradient_kernel[(chunks.num_chunks * num_heads,)](
-                k, v, beta, g, A, dw, dn, dk, dv, db, dg, chunks.cu_seqlens, chunks.indices, q.shape[1],
-                H=num_heads, K=key_dim, V=v.shape[3], BT=BT, **GRADIENTS,
-            )  # fmt: skip
+            _run_gradients(k, v, beta, g, A, chunks, dw=dw, du=dn, dk=dk, dv=dv, db=db, dg=dg)
         dg = find_operator(RULE, "chunk_local_cumsum")(dg, chunk_size=BT, reverse=True, **packed)
         dA_log, ddt_bias = None, None
         if options.get("use_gate_in_kernel"):
@@ -156,11 +156,13 @@ def _covers(cu_seqlens: Tensor | None, q: Tensor) -> bool:
 
 
 def _states_shape(q: Tensor, v: Tensor, count: int, state_v_first: bool) -> tuple[int, ...]:
+    """[count, H, K, V], or [count, H, V, K]."""
     num_heads, key_dim = q.shape[2:]
     return count, num_heads, *((v.shape[3], key_dim) if state_v_first else (key_dim, v.shape[3]))
 
 
 def _new_states(q: Tensor, v: Tensor, chunks: Chunks, state_v_first: bool) -> Tensor:
+    """One of each document, float32."""
     return q.new_empty(_states_shape(q, v, chunks.num_documents, state_v_first), dtype=torch.float32)
 
 
@@ -192,7 +194,7 @@ def _run_states(
     o: Tensor | None = None,
     scale: float = 1.0,
 ) -> None:
-    """Fill h and n, or o."""
+    """Fill h and n, or o, and in both cases the last states where they are wanted."""
     q_decayed, k_decayed, A, decay = prepared
     num_heads, key_dim, value_dim = *w.shape[2:], u.shape[3]
     options = STATES if o is None else OUTPUTS
@@ -219,7 +221,7 @@ def _run_state_gradients(
     dh: Tensor,
     dn: Tensor,
 ) -> None:
-    """Fill dh and dn."""
+    """Fill dh and dn, and the gradients of the first states where they are wanted."""
     q_decayed, k_decayed, A, decay = prepared
     num_heads, key_dim, value_dim = *w.shape[2:], do.shape[3]
     tile = OUTPUTS["BV"]
@@ -229,6 +231,29 @@ def _run_state_gradients(
         _matrix(A, (BT, BT)), _states(dh, state_v_first, tile), dn, dh_last, dh_first,
         chunks.cu_seqlens, chunks.offsets, chunks.order, w.shape[1],
         H=num_heads, K=key_dim, V=value_dim, BT=BT, STATE_V_FIRST=state_v_first, WAIT_FOR_Q=key_dim == WIDE, **OUTPUTS,
+    )  # fmt: skip
+
+
+def _run_gradients(
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor,
+    M: Tensor,
+    chunks: Chunks,
+    *,
+    dw: Tensor,
+    du: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    db: Tensor,
+    dg: Tensor,
+) -> None:
+    """Fill dv and db, and add to dk and dg, what w and u hand back."""
+    num_heads, key_dim = k.shape[2:]
+    delta_gradient_kernel[(chunks.num_chunks * num_heads,)](
+        k, v, beta, g, M, dw, du, dk, dv, db, dg, chunks.cu_seqlens, chunks.indices, k.shape[1],
+        H=num_heads, K=key_dim, V=v.shape[3], BT=BT, **GRADIENTS,
     )  # fmt: skip
 
 

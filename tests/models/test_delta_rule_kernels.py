@@ -19,7 +19,16 @@ from flame.host_copy import send_and_remember  # noqa: E402
 from flame.models import delta_rule  # noqa: E402
 from flame.models.chunk_backward import chunk_bwd_dqkwg  # noqa: E402
 from flame.models.chunk_bounds import make_chunk_indices, make_chunk_offsets  # noqa: E402
-from flame.models.delta_rule import BT, GRADIENTS, OUTPUTS, PREPARE, STATES, WIDE, make_backward, make_forward  # noqa: E402
+from flame.models.delta_rule import (  # noqa: E402
+    BT,
+    GRADIENTS,
+    OUTPUTS,
+    PREPARE,
+    STATES,
+    WIDE,
+    make_chunk_gated_delta_rule_bwd,
+    make_chunk_gated_delta_rule_fwd,
+)
 from flame.models.delta_rule_kernels import (  # noqa: E402
     delta_gradient_kernel,
     delta_prepare_kernel,
@@ -120,10 +129,12 @@ def check_interpreted() -> None:
         right = [right_o, *([right_final] if has_states else []), *torch.autograd.grad(loss, exact)]
 
         packed = {"cu_seqlens": cu_seqlens, "chunk_indices": indices, "initial_state": initial} | options
-        G, o, M, final, _, g_input = make_forward(None)(q=q, k=k, v=v, g=g, beta=beta, **packed)
+        G, o, M, final, _, g_input = make_chunk_gated_delta_rule_fwd(None)(q=q, k=k, v=v, g=g, beta=beta, **packed)
         assert g_input is None
         packed.pop("output_final_state")
-        gradients = make_backward(None)(q=q, k=k, v=v, g=G, beta=beta, A=M, do=do, dht=dfinal, **packed)
+        gradients = make_chunk_gated_delta_rule_bwd(None)(
+            q=q, k=k, v=v, g=G, beta=beta, A=M, do=do, dht=dfinal, **packed
+        )
         dq, dk, dv, db, dg, dinitial, *others = gradients
         assert others == [None, None]
         found = [o, *([final] if has_states else []), dq, dk, dv, dg, db, *([dinitial] if has_states else [])]
@@ -165,9 +176,9 @@ def test_what_the_kernels_do_not_take_is_left_to_fla(change):
     assert delta_rule.takes(given["q"], given["k"], given["v"], options)
     calls = []
     given |= options | change
-    make_forward(lambda **named: calls.append(named))(**given)
+    make_chunk_gated_delta_rule_fwd(lambda **named: calls.append(named))(**given)
     given |= dict.fromkeys(("A", "do", "dht"))
-    make_backward(lambda **named: calls.append(named))(**given)
+    make_chunk_gated_delta_rule_bwd(lambda **named: calls.append(named))(**given)
     assert calls[0].items() <= given.items()
     assert calls[1].items() == given.items()
 
