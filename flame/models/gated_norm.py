@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flame.models.backend import find_operator
+from flame.models.chunk_gla import is_on_hopper
 
 _HOME = "fla.modules.norm.layernorm_gated"
 _HEADS_HOME = "fla.modules.norm.fused_norm_gate"
@@ -103,7 +104,7 @@ def make_layer_norm_gated_bwd(original: Callable) -> Callable:
             dy, x, g: [N, D]; weight: [D]; rstd: [N] float32.
         """
         is_more = bias is not None or dresidual is not None or has_residual or recompute_output
-        if is_more or not is_rms_norm or weight is None or x_dtype not in (None, x.dtype) or not _by_rows(x):
+        if is_more or not is_rms_norm or weight is None or x_dtype not in (None, x.dtype) or not takes_rows(x):
             return original(
                 dy, x, g, weight, bias, activation, eps, mean, rstd, dresidual, has_residual, is_rms_norm, x_dtype,
                 recompute_output,
@@ -126,6 +127,7 @@ def make_layer_norm_gated_bwd(original: Callable) -> Callable:
     return layer_norm_gated_bwd
 
 
-def _by_rows(x: Tensor) -> bool:
-    """Whether rows are as wide, and their elements as narrow, as this was measured with."""
-    return x.shape[-1] in ROW_WIDTHS and x.dtype in (torch.float16, torch.bfloat16) and len(x) > 0
+def takes_rows(x: Tensor) -> bool:
+    """Whether rows are as wide, their elements as narrow, and the GPU of the kind, as this was measured with."""
+    is_known = x.shape[-1] in ROW_WIDTHS and x.dtype in (torch.float16, torch.bfloat16) and len(x) > 0
+    return is_known and is_on_hopper(x)

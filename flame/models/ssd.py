@@ -50,7 +50,7 @@ def ssd(
         linear_attention: FLA's `chunk_simple_gla` or the reference of that name.
         D: [H] or [H, P], of the skip connection: D x is added to y. None without.
         initial_state: [num_documents, H, N, P]; zeros by default.
-        cu_seqlens: [num_documents + 1] bounds of one packed row; without it each row is a document.
+        cu_seqlens: [num_documents + 1] bounds of one packed row, the last T; without it each row is a document.
 
     Returns:
         y [B, T, H, P] in x's dtype, and the final states [num_documents, H, N, P] (float32) or None.

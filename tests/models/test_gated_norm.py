@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from flame.models import gated_norm
 from flame.models.gated_norm import make_gated_rms_norm, make_layer_norm_gated_bwd
 
 INTERPRETED = """
@@ -39,7 +40,7 @@ for batch, group_size, norm_before_gate in ((1, None, False), (2, 48, False), (2
 
 from flame.models import gated_norm as module
 
-module._by_rows = lambda x: True
+module.takes_rows = lambda x: True
 module.ROW_PROGRAMS = 3
 find = module.find_operator
 module.find_operator = lambda home, name: (lambda index: 1) if "count" in name else find(home, name)
@@ -96,14 +97,18 @@ def test_norms_without_gates_and_with_biases_are_left_to_fla():
         {"weight": None},
         {"x_dtype": torch.float32},
         {"recompute_output": True},
-        {"x": torch.empty(3, 128, dtype=torch.bfloat16)},
-        {"x": torch.empty(3, 256)},
-        {"x": torch.empty(0, 256, dtype=torch.bfloat16)},
+        {"x": torch.empty(3, 128, dtype=torch.bfloat16, device="meta")},
+        {"x": torch.empty(3, 256, device="meta")},
+        {"x": torch.empty(0, 256, dtype=torch.bfloat16, device="meta")},
+        {"x": torch.empty(3, 256, dtype=torch.bfloat16)},
     ],
 )
 def test_other_backwards_of_gated_norms_are_left_to_fla(change):
-    given = dict.fromkeys(("dy", "g", "weight", "rstd"), "tensor") | {"x": torch.empty(3, 256, dtype=torch.bfloat16)}
-    given |= {"bias": None, "is_rms_norm": True} | change
+    x = torch.empty(3, 256, dtype=torch.bfloat16, device="meta")
+    assert gated_norm.takes_rows(x)
+    given = (
+        {"x": x, "bias": None, "is_rms_norm": True} | dict.fromkeys(("dy", "g", "weight", "rstd"), "tensor") | change
+    )
     names = inspect.signature(make_layer_norm_gated_bwd(None)).parameters
     calls = []
     make_layer_norm_gated_bwd(lambda *args: calls.append(dict(zip(names, args, strict=True))))(**given)
