@@ -21,6 +21,7 @@ chunk_ssd         Mamba-2's scan in Triton for Hopper GPUs, with ``chunk_ssd_ker
 chunk_backward    one backward step that FLA refuses on some GPUs, with ``chunk_backward_kernels``
 convolutions      short convolutions by kernels that FLA keeps for one process
 chunk_bounds      chunks of packed documents, counted on the host
+chunks            what the operators for Hopper GPUs work on, with ``chunks_kernels``
 chunk_gla         gated linear attention in Triton for Hopper GPUs, with ``chunk_gla_kernels``
 delta_rule        the gated delta rule in Triton for Hopper GPUs, with ``delta_rule_kernels``
 swiglu_kernels    SwiGLU in Triton at the memory's bandwidth

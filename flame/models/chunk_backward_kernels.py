@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flame.models.backend import find_operator
 from flame.models.chunk_backward import chunk_bwd_dqkwg
-from flame.models.chunk_gla_kernels import locate_chunk
+from flame.models.chunks_kernels import locate_chunk
 
 TILE_VALUES, STAGES = 64, 3  # the fastest on an H200
 CHUNKS = (16, 32, 64)  # tokens; of more with float32 states, the tiles exceed a multiprocessor's shared memory

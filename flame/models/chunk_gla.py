@@ -9,19 +9,15 @@ others go to FLA's.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flame.models.backend import find_operator
-from flame.models.chunk_bounds import longest_first
 from flame.models.chunk_gla_kernels import gla_gradient_kernel, gla_prepare_kernel, gla_state_kernel
+from flame.models.chunks import BT, Chunks, count_documents, is_on_hopper
 
-BT = 64  # tokens of a chunk
 TILE = 64  # channels of keys or values that a program holds, where it need not hold all of them
 KEY_DIMS = (64, 128)  # a state [TILE, K] stays in the registers of a program
 # The fastest on an H200. 168 registers: three programs of 128 threads on a multiprocessor.
@@ -72,8 +68,9 @@ def make_chunk_gla(original: Callable) -> Callable:
 
 def _are_states(initial_state: Tensor | None, q: Tensor, cu_seqlens: Tensor | None) -> bool:
     """Whether they are what FLA takes: float32, one for each document."""
-    num_documents = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
-    return initial_state is None or (initial_state.dtype == torch.float32 and len(initial_state) == num_documents)
+    if initial_state is None:
+        return True
+    return initial_state.dtype == torch.float32 and len(initial_state) == count_documents(q, cu_seqlens)
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> bool:
@@ -81,40 +78,6 @@ def takes(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> bool:
     is_bfloat16 = all(x.dtype == torch.bfloat16 for x in (q, k, v, g))
     is_known = q.shape[-1] in KEY_DIMS and v.shape[-1] % TILE == 0 and q.shape == k.shape == g.shape
     return is_bfloat16 and is_known and q.shape[:-1] == v.shape[:-1] and is_on_hopper(q)
-
-
-def is_on_hopper(x: Tensor) -> bool:
-    """Tensors without memory stand for those of this machine's GPU, or of a Hopper GPU where there is none."""
-    if x.is_meta and not torch.cuda.is_available():
-        return True
-    return (x.is_meta or x.is_cuda) and torch.cuda.get_device_capability(None if x.is_meta else x.device)[0] == 9
-
-
-@dataclass(frozen=True)
-class Chunks:
-    """The chunks of a batch's documents; the tensors are None where each row is a document.
-
-    Attributes:
-        num_documents, num_chunks: of the batch.
-        cu_seqlens, indices, offsets: bounds, chunks and first chunks of packed documents.
-        order: the documents, longest first, so that none is begun last that takes longest.
-    """
-
-    num_documents: int
-    num_chunks: int
-    cu_seqlens: Tensor | None = None
-    indices: Tensor | None = None
-    offsets: Tensor | None = None
-    order: Tensor | None = None
-
-    @classmethod
-    def of(cls, q: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None = None) -> Chunks:
-        """Those of q [B, T, H, K]."""
-        if cu_seqlens is None:
-            return cls(len(q), len(q) * triton.cdiv(q.shape[1], BT))
-        indices = find_operator("fla.ops.utils.index", "prepare_chunk_indices")(cu_seqlens, BT, cu_seqlens_cpu)
-        offsets = find_operator("fla.ops.utils.index", "prepare_chunk_offsets")(cu_seqlens, BT)
-        return cls(len(cu_seqlens) - 1, len(indices), cu_seqlens, indices, offsets, longest_first(cu_seqlens))
 
 
 class _ChunkGLA(torch.autograd.Function):

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flame.models.chunk_gla import BT, Chunks, is_on_hopper
 from flame.models.chunk_ssd_kernels import ssd_backward_kernel, ssd_forward_kernel, ssd_gradient_kernel
+from flame.models.chunks import BT, Chunks, count_documents, is_on_hopper
 
 HEAD_DIM = 64
 STATE_SIZES = (64, 128)  # a state [P, N] stays in the registers of a program
@@ -39,11 +39,10 @@ def make_chunk_ssd(original: Callable) -> Callable:
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """As `flame.models.ssd.ssd`."""
-        num_documents = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
         is_refused = (
             (cu_seqlens is not None and len(x) != 1)
             or (D is not None and D.numel() != x.shape[2])
-            or (initial_state is not None and len(initial_state) != num_documents)
+            or (initial_state is not None and len(initial_state) != count_documents(x, cu_seqlens))
         )
         if is_refused or not takes(x, dt, A, B, C):
             return original(x, dt, A, B, C, D, initial_state, output_final_state, cu_seqlens)

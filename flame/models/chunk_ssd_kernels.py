@@ -12,7 +12,7 @@ C alone, and sums over heads, are taken once a group.
 
 Pointers: x, y [B, T, H, P] and B, C [B, T, G, N], rows [H, P] and [G, N] contiguous and, of some, a ``stride`` apart;
 dt and decays (G) float32 [B, T, H]; A and D float32 [H]; states [chunks, H, P, N]. Packed documents come as in
-`flame/models/chunk_gla_kernels.py`.
+`flame/models/chunks_kernels.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flame.models.chunk_gla_kernels import LOG2E, locate_chunk, locate_document
+from flame.models.chunks_kernels import LOG2E, locate_chunk, locate_document
 
 
 @triton.jit(do_not_specialize=["T"])

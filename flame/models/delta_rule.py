@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flame.host_copy import host_copy
 from flame.models.backend import find_operator
-from flame.models.chunk_gla import BT, Chunks, is_on_hopper
+from flame.models.chunks import BT, Chunks, is_on_hopper
 from flame.models.delta_rule_kernels import (
     delta_gradient_kernel,
     delta_prepare_kernel,

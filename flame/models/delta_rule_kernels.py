@@ -28,7 +28,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flame.models.chunk_gla_kernels import locate_chunk, locate_document
+from flame.models.chunks_kernels import locate_chunk, locate_document
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flame.models.backend import find_operator
-from flame.models.chunk_gla import is_on_hopper
+from flame.models.chunks import is_on_hopper
 
 _HOME = "fla.modules.norm.layernorm_gated"
 _HEADS_HOME = "fla.modules.norm.fused_norm_gate"

@@ -15,7 +15,6 @@ triton = pytest.importorskip("triton")
 from flame.host_copy import send_and_remember  # noqa: E402
 from flame.models.chunk_bounds import longest_first  # noqa: E402
 from flame.models.chunk_gla import (  # noqa: E402
-    BT,
     GRADIENT_STAGES,
     NUM_WARPS,
     OUTPUT_STAGES,
@@ -26,6 +25,7 @@ from flame.models.chunk_gla import (  # noqa: E402
     takes,
 )
 from flame.models.chunk_gla_kernels import gla_gradient_kernel, gla_prepare_kernel, gla_state_kernel  # noqa: E402
+from flame.models.chunks import BT  # noqa: E402
 
 # Against the recurrence in float64: short and long documents, lengths that chunks do not divide, several rows, initial
 # and final states, and gates so strong that a chunk is computed pair by pair.

@@ -12,12 +12,12 @@ import torch
 triton = pytest.importorskip("triton")
 
 from flame.models import chunk_ssd  # noqa: E402
-from flame.models.chunk_gla import BT  # noqa: E402
 from flame.models.chunk_ssd_kernels import (  # noqa: E402
     ssd_backward_kernel,
     ssd_forward_kernel,
     ssd_gradient_kernel,
 )
+from flame.models.chunks import BT  # noqa: E402
 from flame.models.reference.simple_gla import chunk_simple_gla  # noqa: E402
 from flame.models.ssd import make_ssd  # noqa: E402
 

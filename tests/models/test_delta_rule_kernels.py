@@ -105,9 +105,9 @@ CASES = [
 def check_interpreted() -> None:
     """Run where Triton interprets its kernels: against the recurrence in float64."""
     delta_rule.takes = lambda *_: True
-    from flame.models import chunk_gla
+    from flame.models import chunks as home
 
-    delta_rule.find_operator = chunk_gla.find_operator = lambda module, name: OPERATORS[name]
+    delta_rule.find_operator = home.find_operator = lambda module, name: OPERATORS[name]
     for bounds, num_rows, (key_dim, value_dim), has_states, state_v_first in CASES:
         torch.manual_seed(0)
         length = bounds[-1] if bounds else 70
