@@ -104,10 +104,11 @@ def make_mamba2_forward(operators: Any) -> Forward:
             dt = dt.clamp(*self.dt_limit)
         A = -torch.exp(self.A_log.to(dtype))
         D = self.D.view(self.num_heads, -1)
+        inputs = dict(x=x, dt=dt, A=A, B=B, C=C, D=D, initial_state=state.recurrent)
         if state.decodes(hidden_states, cu_seqlens):
-            y, recurrent = ssd_step(x, dt, A, B, C, D, initial_state=state.recurrent)
+            y, recurrent = ssd_step(**inputs)
         else:
-            y, recurrent = operators.ssd(x, dt, A, B, C, D, state.recurrent, state.wanted, cu_seqlens=cu_seqlens)
+            y, recurrent = operators.ssd(**inputs, output_final_state=state.wanted, cu_seqlens=cu_seqlens)
         y = y.flatten(2)
         y = y * self.act(gate) if self.norm is None else self.norm(y, gate)
         state.update(recurrent, num_tokens=hidden_states.shape[1])

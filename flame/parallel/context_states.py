@@ -133,17 +133,16 @@ def state_space_dual(context: ContextParallel, original: Callable) -> Callable:
         B: Tensor,
         C: Tensor,
         D: Tensor | None = None,
-        initial_state: None = None,
-        output_final_state: bool = False,
         *,
         cu_seqlens: Tensor,
+        **options: Any,
     ) -> tuple[Tensor, None]:
-        assert initial_state is None and not output_final_state, "training keeps no state"
+        _check_no_state(options)
         last_x, last_dt, last_b, last_c = (tensor[:, context.piece.last_document :] for tensor in (x, dt, B, C))
         _, state = original(last_x, last_dt, A, last_b, last_c, output_final_state=True)  # [1, H, N, P]
         transition = (last_dt * A).sum(1)[..., None, None].to(state.dtype).exp()
         entering = entering_states(context, state, transition, torch.mul)
-        return original(x, dt, A, B, C, D, entering, cu_seqlens=cu_seqlens)[0], None
+        return original(x, dt, A, B, C, D, initial_state=entering, cu_seqlens=cu_seqlens)[0], None
 
     return scan
 
