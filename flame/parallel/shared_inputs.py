@@ -85,7 +85,6 @@ class _BlockInputs:
         if self._inputs is not None or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         self._inputs = {}
-        self._ready.clear()
         if self._norms is not None:
             self._norms.begin()
         try:
@@ -121,7 +120,7 @@ class _BlockInputs:
             bias = None if bias is None else F.pad(bias, (0, num_missing))
         y, shared.next = _Linear.apply(shared.next, weight, bias, shared.norm_output, shared.is_read)
         shared.is_read = True
-        parts = [y] if widths == [len(weight)] else y.split([*widths, num_missing] if num_missing else widths, dim=1)
+        parts = [y] if widths == [len(weight)] else y.split([*widths, num_missing], dim=1)
         return [part.contiguous().view(*x.shape[:-1], width) for part, width in zip(parts, widths, strict=False)]
 
     def _find(self, x: Tensor) -> _SharedInput:
